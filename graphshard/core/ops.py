@@ -1,0 +1,84 @@
+"""The op list: one frozen dataclass per op, each with the text that `Program.text()` prints for it.
+
+    ag_launch    unit=84 slot=0 stream=copy          gather a unit into a slot, after the slot's gate
+    wait_once    unit=84 slot=0 stream=compute       the stream waits until the gather's bytes are there
+    gemm         layer=12 segment=q_proj units=84 stream=compute begin=109 end=110
+    record_gate  unit=84 slot=0 stream=compute       from here on the slot may be overwritten
+    record_outputs stream=compute                    the step's outputs may be read (before a tail prefetch joins)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+StreamName = Literal["compute", "copy", "prefetch"]
+
+
+@dataclass(frozen=True, slots=True)
+class AgLaunch:
+    """Gather every rank's chunk of `unit` into this rank's `slot`."""
+
+    unit: int
+    slot: int
+    stream: StreamName = "copy"
+
+    def __str__(self) -> str:
+        return f"ag_launch unit={self.unit} slot={self.slot} stream={self.stream}"
+
+
+@dataclass(frozen=True, slots=True)
+class WaitOnce:
+    """`stream` waits for the latest `AgLaunch` of `unit` into `slot`: once per gather and stream."""
+
+    unit: int
+    slot: int
+    stream: StreamName = "compute"
+
+    def __str__(self) -> str:
+        return f"wait_once unit={self.unit} slot={self.slot} stream={self.stream}"
+
+
+@dataclass(frozen=True, slots=True)
+class Gemm:
+    """Run the model's segments `begin` (included) to `end` (excluded); they read `units` (and resident weights)."""
+
+    begin: int
+    end: int
+    layer: int | None
+    segment: str
+    units: tuple[int, ...]
+    stream: StreamName = "compute"
+
+    def __str__(self) -> str:
+        layer = "-" if self.layer is None else str(self.layer)
+        units = ",".join(map(str, self.units)) or "-"
+        return (
+            f"gemm layer={layer} segment={self.segment} units={units} stream={self.stream} "
+            f"begin={self.begin} end={self.end}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RecordGate:
+    """`unit` has been read for the last time in `slot`; a later gather may overwrite it."""
+
+    unit: int
+    slot: int
+    stream: StreamName = "compute"
+
+    def __str__(self) -> str:
+        return f"record_gate unit={self.unit} slot={self.slot} stream={self.stream}"
+
+
+@dataclass(frozen=True, slots=True)
+class RecordOutputs:
+    """The step's outputs are complete here: `step.outputs_ready` (a tail prefetch may still run)."""
+
+    stream: StreamName = "compute"
+
+    def __str__(self) -> str:
+        return f"record_outputs stream={self.stream}"
+
+
+Op = AgLaunch | WaitOnce | Gemm | RecordGate | RecordOutputs

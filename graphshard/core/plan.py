@@ -1,0 +1,68 @@
+"""What was chosen: a plan is a value that can be printed, with the reason for every weight.
+
+A *unit* is what one gather restores. A *residency* is one stay of a unit in a slot: the segments from the first to
+the last that read it. A unit that is read at two far ends of the model has two residencies, and is gathered twice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from graphshard.core.specs import StepShape
+
+HeadPolicy = Literal["inside", "outside", "tail"]
+Transport = Literal["pull", "nccl"]
+Executor = Literal["cooperative", "threaded"]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightDecision:
+    """Whether `weight` is sharded (its unit's index) or resident (unit None), and why."""
+
+    weight: str
+    unit: int | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Weights that one gather restores, in the order in which they lie in the slot."""
+
+    index: int
+    name: str
+    weights: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Residency:
+    """Unit `unit` stays in `slot` for the model's segments `begin` (included) to `end` (excluded)."""
+
+    unit: int
+    begin: int
+    end: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything that decides the op list. Two ranks with equal plans issue equal ops."""
+
+    model: str
+    world_size: int
+    decisions: tuple[WeightDecision, ...]
+    units: tuple[Unit, ...]
+    residencies: tuple[Residency, ...]
+    """In the order in which their gathers are issued: by `begin`, then by unit."""
+    num_slots: int
+    prefetch_depth: int
+    head: HeadPolicy
+    transport: Transport
+    executor: Executor
+    step_shapes: tuple[StepShape, ...]
+    unit_policy: str
+    """`layer`, `weight`, or `bytes:CAP`."""
+    alignment_bytes: int = 256
+    num_copy_streams: int = 1
+    reasons: tuple[str, ...] = ()
+    """Why depth, units and executor were chosen, one sentence each; empty where the user chose."""

@@ -1,0 +1,137 @@
+"""What exists: weights, segments and buffers as plain data, with no tensor and no device behind them.
+
+A *weight* is bytes with a shape. A *segment* is a piece of compute between two waits, and names the weights it
+reads. A *model* is weights in a canonical order and segments in the order in which they run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from graphshard.core.errors import SpecError
+from graphshard.core.sizes import dtype_bits, num_bytes
+
+BufferHome = Literal["private", "window"]
+BufferRole = Literal["input", "output", "cache", "activation"]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSpec:
+    """A weight: `shape` in elements of `dtype` (torch's name for it, without `torch.`).
+
+    `strides` (elements) are None for a contiguous weight. Bytes are opaque to everything above this class.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    strides: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        dtype_bits(self.dtype)  # raises SpecError with the known names
+        if any(size < 0 for size in self.shape):
+            raise SpecError(f"weight {self.name}: shape {self.shape} has a negative size")
+        if self.strides is not None and len(self.strides) != len(self.shape):
+            raise SpecError(f"weight {self.name}: {len(self.strides)} strides for {len(self.shape)} dimensions")
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes from the first to the last element, as stored (strided weights keep their gaps)."""
+        return num_bytes(self.shape, self.dtype, self.strides)
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentSpec:
+    """A piece of compute: `name` is unique inside its `layer` (None outside the layers), `reads` are weight names."""
+
+    name: str
+    layer: int | None
+    reads: tuple[str, ...]
+
+    @property
+    def path(self) -> str:
+        """The name that errors print: `layers.3.q_proj`, or `name` alone outside the layers."""
+        return self.name if self.layer is None else f"layers.{self.layer}.{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class BufferSpec:
+    """A tensor that outlives one segment. All are reserved at bind; a captured graph sees no others.
+
+    A `cache` is declared for the largest step shape; smaller shapes see its first rows (dimension 0).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    role: BufferRole
+    home: BufferHome = "private"
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the contiguous buffer."""
+        return num_bytes(self.shape, self.dtype, None)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """Weights in a canonical order, and segments in the order in which a step runs them."""
+
+    name: str
+    weights: tuple[WeightSpec, ...]
+    segments: tuple[SegmentSpec, ...]
+
+    def __post_init__(self) -> None:
+        names = [weight.name for weight in self.weights]
+        if len(set(names)) != len(names):
+            twice = sorted({name for name in names if names.count(name) > 1})
+            raise SpecError(f"model {self.name}: weights named twice: {', '.join(twice)}")
+        known = set(names)
+        for segment in self.segments:
+            missing = [name for name in segment.reads if name not in known]
+            if missing:
+                raise SpecError(f"model {self.name}: segment {segment.path} reads unknown weights {missing}")
+
+    def weight(self, name: str) -> WeightSpec:
+        """The weight called `name`; SpecError if there is none."""
+        for weight in self.weights:
+            if weight.name == name:
+                return weight
+        raise SpecError(f"model {self.name} has no weight {name!r}")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class StepShape:
+    """The key of a captured graph: `batch_size` sequences, `tokens_per_sequence` tokens each."""
+
+    batch_size: int
+    tokens_per_sequence: int = 1
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1 or self.tokens_per_sequence < 1:
+            raise SpecError(f"step shape {self}: batch_size and tokens_per_sequence start at 1")
+
+    def __str__(self) -> str:
+        return f"{self.batch_size}x{self.tokens_per_sequence}"
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSpec:
+    """What a plan may know of a device. Agreed over the group, so that no rank's own number chooses an op."""
+
+    kind: Literal["host", "cuda"]
+    name: str
+    memory_bytes: int
+    granularity_bytes: int = 4096
+    spare_cores: int = 0
+    """Cores that no rank computes on; with none there is no free copy engine on `host`."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSpec:
+    """Rates between ranks: `bytes_per_s` of a large gather into one rank, `latency_us` of a small one."""
+
+    name: str
+    bytes_per_s: float
+    latency_us: float
