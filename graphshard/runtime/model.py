@@ -1,0 +1,93 @@
+"""What a model is to the runtime: segments that read weights and write declared buffers, nothing else.
+
+A segment runs eagerly, or is recorded once and replayed, always over the same tensors at the same addresses. It reads
+weights through its state, writes its results into buffers that the model declared, and lets its temporaries die.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from graphshard.core.errors import ProgramError
+from graphshard.core.specs import BufferSpec, ModelSpec, SegmentSpec, StepShape
+
+
+class StepState:
+    """The tensors of one step shape: weights where this step finds them, and its views of the buffers.
+
+    A sharded weight is a view into a slot: it shows the weight's bytes only while a segment that declared it runs.
+    """
+
+    def __init__(
+        self,
+        shape: StepShape,
+        weights: Mapping[str, Mapping[str, Tensor]],
+        buffers: Mapping[str, Tensor],
+    ) -> None:
+        """`weights[segment path][weight name]`: one weight may lie in different slots for different segments."""
+        self.shape = shape
+        self._weights = weights
+        self._buffers = buffers
+        self._running: SegmentSpec | None = None
+
+    def weight(self, name: str) -> Tensor:
+        """The weight `name`, which the running segment must have declared.
+
+        Raises:
+            ProgramError: no segment is running, or this one did not declare `name`.
+        """
+        running = self._running
+        if running is None:
+            raise ProgramError(
+                f"weight {name} was asked for while no segment runs: its slot may hold other bytes; "
+                "segments are run by the runtime, in the order of the program (run, replay or begin_step)"
+            )
+        try:
+            return self._weights[running.path][name]
+        except KeyError:
+            raise ProgramError(
+                f"segment {running.path} reads weight {name}, which it did not declare; it declared "
+                f"{', '.join(running.reads) or 'none'}: add it to the segment's reads"
+            ) from None
+
+    def buffer(self, name: str) -> Tensor:
+        """The buffer `name` at this step shape (a cache: its first `batch_size` rows)."""
+        try:
+            return self._buffers[name]
+        except KeyError:
+            raise ProgramError(f"no buffer {name!r} was declared; known: {', '.join(self._buffers)}") from None
+
+    def run(self, segments: Sequence[Segment]) -> None:
+        """Run `segments` in order, each allowed to see what it declared."""
+        try:
+            for segment in segments:
+                self._running = segment.spec
+                segment.run(self)
+        finally:
+            self._running = None
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A piece of compute between two waits. `run` reads and writes through the state it is given, and keeps nothing."""
+
+    spec: SegmentSpec
+    run: Callable[[StepState], None]
+
+
+class SegmentedModel(Protocol):
+    """A model cut into segments. All three answers depend on the model's configuration alone."""
+
+    @property
+    def segments(self) -> Sequence[Segment]:
+        """In the order in which a step runs them; their specs equal `spec().segments`."""
+
+    def spec(self) -> ModelSpec:
+        """Weights in a canonical order, and the segments' specs."""
+
+    def buffers(self, shape: StepShape) -> tuple[BufferSpec, ...]:
+        """The buffers of a step of `shape`: equal names for all shapes; a cache's shape is the same for all."""
