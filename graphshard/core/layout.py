@@ -7,7 +7,19 @@ shard window. A gathered slot holds T whole. Padding is zero.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from graphshard.core.errors import SpecError
+from graphshard.core.plan import Plan, Unit
+from graphshard.core.sizes import align_up
+from graphshard.core.specs import ModelSpec, WeightSpec
+from graphshard.core.text import digest_of, text_of
+
+MIN_ALIGNMENT_BYTES = 16
+"""The floor: vector loads of 16 bytes, and the largest element (complex128) too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +53,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class UnitLayout:
-    """Unit `unit`: `num_bytes` whole (padding included), `chunk_bytes` a rank, at `chunk_offset` of each shard window."""
+    """Unit `unit`: `num_bytes` whole (with padding), `chunk_bytes` a rank, at `chunk_offset` of each shard window."""
 
     unit: int
     num_bytes: int
@@ -61,7 +73,7 @@ class SlotLayout:
     num_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Layout:
     """The whole of it, for any rank: nothing here depends on which rank asks."""
 
@@ -74,3 +86,141 @@ class Layout:
     """A rank's shard window: all of its chunks (the plan's chunk_bytes in reports)."""
     slot_bytes: int
     resident_bytes: int
+
+    def text(self) -> str:
+        """Stable text, the base of `digest`."""
+        return text_of(self)
+
+    @cached_property
+    def digest(self) -> str:
+        """The sha256 of `text()`."""
+        return digest_of(self.text())
+
+    @property
+    def shardable_bytes(self) -> int:
+        """The sharded weights' own bytes, without padding: what a replica would hold of them."""
+        return sum(view.num_bytes for unit in self.units for view in unit.views)
+
+    @property
+    def largest_unit_bytes(self) -> int:
+        """The largest unit, padding included; 0 if nothing is sharded."""
+        return max((unit.num_bytes for unit in self.units), default=0)
+
+    def reserved_bytes(self, granularity_bytes: int) -> int:
+        """What a rank reserves: shard window, slot window and resident area, each rounded up to the granularity."""
+        areas = (self.shard_bytes, self.slot_bytes, self.resident_bytes)
+        return sum(align_up(area, granularity_bytes) for area in areas)
+
+
+class ChunkPiece(NamedTuple):
+    """Bytes `[weight_begin, weight_end)` of `weight` lie at `chunk_offset` of a rank's chunk."""
+
+    weight: str
+    weight_begin: int
+    weight_end: int
+    chunk_offset: int
+
+
+def build_layout(model: ModelSpec, plan: Plan) -> Layout:
+    """Place every weight of `model` as `plan` decided.
+
+    Raises:
+        SpecError: the alignment is below 16 bytes or no power of two, a weight is placed twice or not at all, a unit
+            has no bytes, or a residency names a slot or unit that does not exist.
+    """
+    _check_request(plan)
+    units = []
+    shard_bytes = 0
+    for unit in plan.units:
+        layout = _unit_layout(model, unit, plan, shard_bytes)
+        units.append(layout)
+        shard_bytes += layout.chunk_bytes
+    slots = _slot_layouts(plan, units)
+    sharded = {name for unit in plan.units for name in unit.weights}
+    resident, resident_bytes = _place([w for w in model.weights if w.name not in sharded], plan.alignment_bytes)
+    return Layout(
+        world_size=plan.world_size,
+        alignment_bytes=plan.alignment_bytes,
+        units=tuple(units),
+        slots=slots,
+        resident=resident,
+        shard_bytes=shard_bytes,
+        slot_bytes=sum(slot.num_bytes for slot in slots),
+        resident_bytes=resident_bytes,
+    )
+
+
+def chunk_pieces(unit: UnitLayout, rank: int) -> tuple[ChunkPiece, ...]:
+    """Which bytes of which weights make up rank `rank`'s chunk of `unit`; what no piece covers is padding, zero."""
+    begin = rank * unit.chunk_bytes
+    end = begin + unit.chunk_bytes
+    pieces = []
+    for view in unit.views:
+        first = max(begin, view.offset)
+        last = min(end, view.offset + view.num_bytes)
+        if first < last:
+            pieces.append(ChunkPiece(view.weight, first - view.offset, last - view.offset, first - begin))
+    return tuple(pieces)
+
+
+def _check_request(plan: Plan) -> None:
+    alignment = plan.alignment_bytes
+    if alignment < MIN_ALIGNMENT_BYTES or alignment & (alignment - 1):
+        raise SpecError(f"alignment_bytes {alignment} is refused: use a power of two >= {MIN_ALIGNMENT_BYTES} B")
+    if plan.world_size < 1:
+        raise SpecError(f"world_size {plan.world_size} is refused: a plan needs at least one rank")
+    placed: set[str] = set()
+    for index, unit in enumerate(plan.units):
+        if unit.index != index:
+            raise SpecError(f"unit {unit.name} has index {unit.index} but is unit {index} of the plan")
+        for name in unit.weights:
+            if name in placed:
+                raise SpecError(f"weight {name} is placed twice, the second time in unit {unit.name}")
+            placed.add(name)
+    for residency in plan.residencies:
+        if not 0 <= residency.unit < len(plan.units) or not 0 <= residency.slot < plan.num_slots:
+            raise SpecError(f"{residency} is refused: the plan has {len(plan.units)} units and {plan.num_slots} slots")
+
+
+def _unit_layout(model: ModelSpec, unit: Unit, plan: Plan, chunk_offset: int) -> UnitLayout:
+    views, end = _place([model.weight(name) for name in unit.weights], plan.alignment_bytes)
+    if end == 0:
+        raise SpecError(f"unit {unit.index} ({unit.name}) has no bytes, so no gather; keep its weights resident")
+    num_bytes = align_up(end, plan.world_size * plan.alignment_bytes)
+    chunk_bytes = num_bytes // plan.world_size
+    copies = tuple(
+        Copy(
+            source_rank=rank,
+            source_offset=chunk_offset,
+            source_pitch=0,
+            slot_offset=rank * chunk_bytes,
+            slot_pitch=0,
+            rows=1,
+            row_bytes=chunk_bytes,
+        )
+        for rank in range(plan.world_size)
+    )
+    return UnitLayout(unit.index, num_bytes, chunk_bytes, chunk_offset, views, copies)
+
+
+def _slot_layouts(plan: Plan, units: Sequence[UnitLayout]) -> tuple[SlotLayout, ...]:
+    sizes = [0] * plan.num_slots
+    for residency in plan.residencies:
+        sizes[residency.slot] = max(sizes[residency.slot], units[residency.unit].num_bytes)
+    slots = []
+    offset = 0
+    for slot, size in enumerate(sizes):
+        slots.append(SlotLayout(slot, offset, size))
+        offset += size
+    return tuple(slots)
+
+
+def _place(weights: Sequence[WeightSpec], alignment: int) -> tuple[tuple[WeightView, ...], int]:
+    """Lay `weights` end to end, each padded to `alignment`; the views and the bytes that they take."""
+    views = []
+    offset = 0
+    for weight in weights:
+        size = weight.num_bytes
+        views.append(WeightView(weight.name, offset, size, weight.shape, weight.dtype, weight.strides))
+        offset += align_up(size, alignment)
+    return tuple(views), offset

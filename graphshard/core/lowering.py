@@ -1,20 +1,40 @@
-"""Lowering: each op of a program as the driver calls that carry it out. Pure data; verifier, digest and runtime share it.
+"""Lowering: each op of a program as the driver calls that carry it out.
+
+Pure data, and shared: the verifier, the digest and the runtime all read this list.
 
 Streams are names: `compute` is the origin (it begins and ends the list, as a capture demands), `copy`, `copy1`, ...
-`copy{k-1}` carry gathers, `prefetch` those issued by the host. An event is an int, recorded exactly once in a list.
+`copy{k-1}` carry gathers, `copy_own` the own chunk if it has a branch of its own, `prefetch` what the host issues. An
+event is an int, recorded exactly once in a list.
 
     ag_launch   wait(gate of the slot's last reader) on copy; with k > 1 copy streams or a branch for the own chunk:
-                record(fork) on copy, wait(fork) on each; copies; record(join) on each, wait(join) on copy; record(ready)
+                record(fork) on copy, wait(fork) on each branch; copies; record(join) on each branch, wait(join) on
+                copy; record(ready)
     wait_once   wait(ready) on compute
     gemm        compute
     record_gate record(gate) on compute
 The list begins with a fork of every other stream from `compute` and ends with a join of every stream that is not yet
 an ancestor of `compute`'s last op. So a list run twice is ordered by `compute` alone, eager or captured.
+
+A program with faults is lowered too, as far as it goes: a wait for a gather that nobody launched becomes no call, a
+read of a unit that is nowhere gets slot -1. Saying so is the verifier's work.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+
+from graphshard.core.errors import SpecError
+from graphshard.core.ops import AgLaunch, Gemm, Op, RecordGate, RecordOutputs, WaitOnce
+from graphshard.core.program import Program
+from graphshard.core.text import digest_of, text_of
+
+ORIGIN = "compute"
+OUTSIDE_OP = -1
+"""The op index of what belongs to no op: prologue and epilogue."""
+NO_SLOT = -1
+"""The slot of a unit that is read and was never gathered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +81,7 @@ class Compute:
 LoweredOp = Record | Wait | CopyRun | Compute
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Lowered:
     """A program lowered for `num_copies` copies a gather (the world size) over `streams`, the origin first."""
 
@@ -70,3 +90,163 @@ class Lowered:
     num_events: int
     outputs_event: int
     """Recorded by `record_outputs`, or the last record on compute before the final join."""
+
+    def text(self) -> str:
+        """Stable text, the base of `digest`."""
+        return text_of(self)
+
+    @cached_property
+    def digest(self) -> str:
+        """The sha256 of `text()`."""
+        return digest_of(self.text())
+
+
+def lower(program: Program, num_copies: int, num_copy_streams: int = 1, own_branch: bool = False) -> Lowered:
+    """Lower `program` for gathers of `num_copies` copies (the world size) over `num_copy_streams` copy streams.
+
+    With `own_branch` the last copy, which is the rank's own chunk, has the stream `copy_own`. `program.outside` is not
+    in the list: see `lower_gathers`.
+    """
+    lowering = _Lowering(program.ops, ORIGIN, num_copies, num_copy_streams, own_branch)
+    lowering.enter(program.entry)
+    lowering.fork()
+    for index, op in enumerate(program.ops):
+        lowering.op(index, op)
+    outputs = lowering.outputs_event
+    if outputs is None:
+        outputs = lowering.record(ORIGIN, OUTSIDE_OP)
+    lowering.join()
+    return lowering.lowered(outputs)
+
+
+def lower_gathers(gathers: Sequence[AgLaunch], num_copies: int) -> Lowered:
+    """Lower gathers that the host issues (`Program.outside` or `Program.prime`): a list of its own on their stream.
+
+    Whoever issues it orders it after the slots' last use, and lets the next reader wait for `outputs_event`, its last
+    record.
+    """
+    origin = gathers[0].stream if gathers else "prefetch"
+    lowering = _Lowering(gathers, origin, num_copies, 1, False)
+    lowering.fork()
+    for index, gather in enumerate(gathers):
+        lowering.op(index, gather)
+    lowering.join()
+    return lowering.lowered(lowering.record(origin, OUTSIDE_OP))
+
+
+class _Lowering:
+    """The list so far, the events that later ops need, and what each stream has seen of the others."""
+
+    def __init__(
+        self, ops: Sequence[Op], origin: str, num_copies: int, num_copy_streams: int, own_branch: bool
+    ) -> None:
+        if num_copies < 1 or num_copy_streams < 1:
+            raise SpecError(f"{num_copies} copies over {num_copy_streams} streams: both start at 1")
+        self.ops: list[Record | Wait | CopyRun | Compute] = []
+        self.num_events = 0
+        self.outputs_event: int | None = None
+        self.num_copies = num_copies
+        self.branches = _branches(num_copies, num_copy_streams, own_branch)
+        self.streams = _streams(ops, origin, self.branches)
+        self.ready: dict[tuple[int, int], int] = {}  # (unit, slot) -> event of its latest gather
+        self.gates: dict[int, int] = {}  # slot -> event of its latest gate
+        self.held: dict[int, int] = {}  # unit -> slot where it may be read
+        self.launched: dict[int, int] = {}  # unit -> slot of its latest gather
+        self.seen = {stream: dict.fromkeys(self.streams, 0) for stream in self.streams}
+        self.seen_by_event: list[dict[str, int]] = []
+
+    def enter(self, entry: Sequence[int | None]) -> None:
+        """Slots that hold a unit when the list begins."""
+        self.held = {unit: slot for slot, unit in enumerate(entry) if unit is not None}
+
+    def fork(self) -> None:
+        if len(self.streams) > 1:
+            event = self.record(self.streams[0], OUTSIDE_OP)
+            for stream in self.streams[1:]:
+                self.wait(event, stream, OUTSIDE_OP)
+
+    def join(self) -> None:
+        origin = self.streams[0]
+        for stream in self.streams[1:]:
+            if self.seen[origin][stream] < self.seen[stream][stream]:
+                # join: a capture may not end with a stream still forked
+                self.wait(self.record(stream, OUTSIDE_OP), origin, OUTSIDE_OP)
+
+    def op(self, index: int, op: Op) -> None:
+        if isinstance(op, AgLaunch):
+            self.gather(index, op)
+        elif isinstance(op, WaitOnce):
+            if (op.unit, op.slot) in self.ready:
+                self.wait(self.ready[op.unit, op.slot], op.stream, index)
+            self.held[op.unit] = op.slot
+        elif isinstance(op, Gemm):
+            reads = tuple((unit, self.slot_of(unit)) for unit in op.units)
+            self.append(Compute(op.begin, op.end, reads, op.stream, index))
+        elif isinstance(op, RecordGate):
+            self.gates[op.slot] = self.record(op.stream, index)
+            if self.held.get(op.unit) == op.slot:
+                del self.held[op.unit]
+        else:
+            assert isinstance(op, RecordOutputs), op
+            self.outputs_event = self.record(op.stream, index)
+
+    def gather(self, index: int, op: AgLaunch) -> None:
+        if op.slot in self.gates:
+            self.wait(self.gates[op.slot], op.stream, index)
+        # a gather that the host issues has a stream for itself: no fan-out
+        branches = self.branches if op.stream == "copy" else ((op.stream, 0, self.num_copies),)
+        others = [stream for stream, _, _ in branches if stream != op.stream]
+        if others:
+            fork = self.record(op.stream, index)
+            for stream in others:
+                self.wait(fork, stream, index)
+        for stream, begin, end in branches:
+            self.append(CopyRun(op.unit, op.slot, begin, end, stream, index))
+        for stream in others:
+            self.wait(self.record(stream, index), op.stream, index)
+        self.ready[op.unit, op.slot] = self.record(op.stream, index)
+        self.launched[op.unit] = op.slot
+
+    def slot_of(self, unit: int) -> int:
+        """Where a read of `unit` looks: the slot waited for or held at entry, else that of the latest gather."""
+        return self.held.get(unit, self.launched.get(unit, NO_SLOT))
+
+    def record(self, stream: str, op: int) -> int:
+        event = self.num_events
+        self.num_events += 1
+        self.append(Record(event, stream, op))
+        self.seen_by_event.append(dict(self.seen[stream]))
+        return event
+
+    def wait(self, event: int, stream: str, op: int) -> None:
+        self.append(Wait(event, stream, op))
+        seen = self.seen[stream]
+        for other, count in self.seen_by_event[event].items():
+            seen[other] = max(seen[other], count)
+
+    def append(self, op: Record | Wait | CopyRun | Compute) -> None:
+        self.ops.append(op)
+        self.seen[op.stream][op.stream] += 1
+
+    def lowered(self, outputs_event: int) -> Lowered:
+        return Lowered(tuple(self.ops), self.streams, self.num_events, outputs_event)
+
+
+def _branches(num_copies: int, num_copy_streams: int, own_branch: bool) -> tuple[tuple[str, int, int], ...]:
+    """(stream, begin, end) of each run of copies of a gather on `copy`, nearly equal runs, `copy` first."""
+    num_shared = num_copies - 1 if own_branch and num_copies > 1 else num_copies
+    num_runs = min(num_copy_streams, num_shared)
+    borders = [num_shared * run // num_runs for run in range(num_runs + 1)]
+    runs = [(f"copy{run}" if run else "copy", borders[run], borders[run + 1]) for run in range(num_runs)]
+    if num_shared < num_copies:
+        runs.append(("copy_own", num_shared, num_copies))
+    return tuple(runs)
+
+
+def _streams(ops: Sequence[Op], origin: str, branches: Sequence[tuple[str, int, int]]) -> tuple[str, ...]:
+    """The streams that lowering `ops` uses, in one fixed order, `origin` first."""
+    used: set[str] = {op.stream for op in ops}
+    if any(isinstance(op, AgLaunch) and op.stream == "copy" for op in ops):
+        used |= {stream for stream, _, _ in branches}
+    order = ["compute", "copy", *(stream for stream, _, _ in branches[1:]), "prefetch"]
+    return (origin, *(stream for stream in order if stream in used and stream != origin))

@@ -1,16 +1,18 @@
 """The op list: one frozen dataclass per op, each with the text that `Program.text()` prints for it.
 
-    ag_launch    unit=84 slot=0 stream=copy          gather a unit into a slot, after the slot's gate
-    wait_once    unit=84 slot=0 stream=compute       the stream waits until the gather's bytes are there
-    gemm         layer=12 segment=q_proj units=84 stream=compute begin=109 end=110
-    record_gate  unit=84 slot=0 stream=compute       from here on the slot may be overwritten
-    record_outputs stream=compute                    the step's outputs may be read (before a tail prefetch joins)
+ag_launch    unit=84 slot=0 stream=copy          gather a unit into a slot, after the slot's gate
+wait_once    unit=84 slot=0 stream=compute       the stream waits until the gather's bytes are there
+gemm         layer=12 segment=q_proj units=84 stream=compute begin=109 end=110
+record_gate  unit=84 slot=0 stream=compute       from here on the slot may be overwritten
+record_outputs stream=compute                    the step's outputs may be read (before a tail prefetch joins)
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
+
+from graphshard.core.text import name_text
 
 StreamName = Literal["compute", "copy", "prefetch"]
 
@@ -54,7 +56,7 @@ class Gemm:
         layer = "-" if self.layer is None else str(self.layer)
         units = ",".join(map(str, self.units)) or "-"
         return (
-            f"gemm layer={layer} segment={self.segment} units={units} stream={self.stream} "
+            f"gemm layer={layer} segment={name_text(self.segment)} units={units} stream={self.stream} "
             f"begin={self.begin} end={self.end}"
         )
 

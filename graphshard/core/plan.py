@@ -7,9 +7,11 @@ the last that read it. A unit that is read at two far ends of the model has two 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from graphshard.core.specs import StepShape
+from graphshard.core.text import digest_of, text_of
 
 HeadPolicy = Literal["inside", "outside", "tail"]
 Transport = Literal["pull", "nccl"]
@@ -44,7 +46,7 @@ class Residency:
     slot: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Plan:
     """Everything that decides the op list. Two ranks with equal plans issue equal ops."""
 
@@ -66,3 +68,12 @@ class Plan:
     num_copy_streams: int = 1
     reasons: tuple[str, ...] = ()
     """Why depth, units and executor were chosen, one sentence each; empty where the user chose."""
+
+    def text(self) -> str:
+        """Stable text, the base of `digest`."""
+        return text_of(self)
+
+    @cached_property
+    def digest(self) -> str:
+        """The sha256 of `text()`."""
+        return digest_of(self.text())

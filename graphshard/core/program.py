@@ -1,18 +1,46 @@
-"""A program: the fixed op list of one step, and what the slots hold when it begins and ends."""
+"""A program: the fixed op list of one step, and what the slots hold when it begins and ends.
+
+    program num_slots=2 num_units=4 num_segments=9 num_ops=18
+    entry    0=- 1=-
+    exit     0=2 1=3
+       0  ag_launch unit=0 slot=0 stream=copy
+       1  wait_once unit=0 slot=0 stream=compute
+       ...
+
+`Program.text()` prints it so, and `Program.parse` reads it back; the numbers before the ops are for the reader.
+"""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from functools import cached_property
+from typing import get_args
 
-from graphshard.core.ops import AgLaunch, Op
+from graphshard.core.errors import ProgramError
+from graphshard.core.ops import AgLaunch, Gemm, Op, RecordGate, RecordOutputs, StreamName, WaitOnce
+from graphshard.core.text import digest_of, parse_name
+
+_FIELD = re.compile(r'(\w+)=("(?:[^"\\]|\\.)*"|\S+)')
+_OP_LINE = re.compile(r"(?:(\d+)\s+)?([a-z_]+)\s*(.*)")
+
+_OP_FIELDS: dict[str, tuple[str, ...]] = {
+    "ag_launch": ("unit", "slot", "stream"),
+    "wait_once": ("unit", "slot", "stream"),
+    "gemm": ("layer", "segment", "units", "stream", "begin", "end"),
+    "record_gate": ("unit", "slot", "stream"),
+    "record_outputs": ("stream",),
+}
+_STREAMS: dict[str, StreamName] = {name: name for name in get_args(StreamName)}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Program:
-    """`ops` in issue order. `entry[s]` is the unit that slot s must hold when it begins (None: anything), `exit[s]`
-    the unit that it holds when it ends (None: nothing that can be relied on).
+    """`ops` in issue order, and the state of the slots around them.
 
-    `outside` are the gathers that the host issues before a replay (the head policy `outside`).
+    `entry[s]` is the unit that slot s must hold when it begins (None: anything), `exit[s]` the unit that it holds when
+    it ends (None: nothing that can be relied on). `outside` are the gathers that the host issues before a replay (the
+    head policy `outside`).
     """
 
     ops: tuple[Op, ...]
@@ -22,3 +50,149 @@ class Program:
     entry: tuple[int | None, ...]
     exit: tuple[int | None, ...]
     outside: tuple[AgLaunch, ...] = ()
+
+    @property
+    def prime(self) -> tuple[AgLaunch, ...]:
+        """The gathers that bring the slots from any state to `entry`, in slot order, on stream `prefetch`."""
+        return tuple(AgLaunch(unit, slot, "prefetch") for slot, unit in enumerate(self.entry) if unit is not None)
+
+    def text(self) -> str:
+        """Stable text, the base of `digest`; `parse` reads it back."""
+        header = f"program num_slots={self.num_slots} num_units={self.num_units} num_segments={self.num_segments}"
+        lines = [
+            f"{header} num_ops={len(self.ops)}",
+            _state_line("entry", self.entry),
+            _state_line("exit", self.exit),
+        ]
+        lines += [f"outside  {op}" for op in self.outside]
+        lines += [f"{index:4d}  {op}" for index, op in enumerate(self.ops)]
+        return "\n".join(lines) + "\n"
+
+    @cached_property
+    def digest(self) -> str:
+        """The sha256 of `text()`: equal op lists have equal digests on every rank."""
+        return digest_of(self.text())
+
+    @staticmethod
+    def parse(text: str) -> Program:
+        """The program that `text` prints. Blank lines and `#` comments are skipped, op numbers are not compared.
+
+        Raises:
+            ProgramError: naming the line and what was expected there.
+        """
+        return _Parser(text).program()
+
+
+def _state_line(name: str, units: tuple[int | None, ...]) -> str:
+    held = " ".join(f"{slot}={'-' if unit is None else unit}" for slot, unit in enumerate(units))
+    return f"{name:<8} {held}".rstrip()
+
+
+class _Parser:
+    """One pass over the lines; `fail` knows which one it is at."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.number = 0
+        self.line = ""
+
+    def fail(self, problem: str) -> ProgramError:
+        where = f"line {self.number}" if self.line else "the text"
+        found = f", found {self.line[:80]!r}" if self.line else ""
+        return ProgramError(f"cannot read the program: {where}: {problem}{found}")
+
+    def program(self) -> Program:
+        sizes: dict[str, int] | None = None
+        states: dict[str, tuple[int | None, ...]] = {}
+        outside: list[AgLaunch] = []
+        ops: list[Op] = []
+        for number, line in enumerate(self.text.splitlines(), start=1):
+            self.number, self.line = number, line.strip()
+            first, _, rest = self.line.partition(" ")
+            if not self.line or self.line.startswith("#"):
+                continue
+            if first == "program":
+                sizes = self.sizes(rest)
+            elif sizes is None:
+                raise self.fail("expected `program num_slots=... num_units=... num_segments=...` first")
+            elif first in ("entry", "exit"):
+                states[first] = self.state(rest, sizes["num_slots"])
+            elif first == "outside":
+                outside.append(self.outside(rest))
+            else:
+                ops.append(self.op(self.line))
+        if sizes is None:
+            self.line = ""
+            raise self.fail("there is no line that begins with `program`")
+        anything: tuple[int | None, ...] = (None,) * sizes["num_slots"]
+        return Program(
+            ops=tuple(ops),
+            num_slots=sizes["num_slots"],
+            num_units=sizes["num_units"],
+            num_segments=sizes["num_segments"],
+            entry=states.get("entry", anything),
+            exit=states.get("exit", anything),
+            outside=tuple(outside),
+        )
+
+    def sizes(self, rest: str) -> dict[str, int]:
+        found = self.fields(rest, ("num_slots", "num_units", "num_segments"), optional=("num_ops",))
+        sizes = {name: self.integer(name, value) for name, value in found.items()}
+        if min(sizes.values()) < 0:
+            raise self.fail("sizes start at 0")
+        return sizes
+
+    def state(self, rest: str, num_slots: int) -> tuple[int | None, ...]:
+        names = tuple(map(str, range(num_slots)))
+        found = self.fields(rest, names)
+        return tuple(None if found[name] == "-" else self.integer(name, found[name]) for name in names)
+
+    def outside(self, rest: str) -> AgLaunch:
+        op = self.op(rest.strip())
+        if not isinstance(op, AgLaunch):
+            raise self.fail("only ag_launch can be outside")
+        return op
+
+    def op(self, line: str) -> Op:
+        match = _OP_LINE.fullmatch(line)
+        name = match.group(2) if match else ""
+        if match is None or name not in _OP_FIELDS:
+            raise self.fail(f"expected an op ({', '.join(_OP_FIELDS)})")
+        found = self.fields(match.group(3), _OP_FIELDS[name])
+        stream = _STREAMS.get(found["stream"])
+        if stream is None:
+            raise self.fail(f"expected a stream ({', '.join(_STREAMS)}), not {found['stream']!r}")
+        if name == "record_outputs":
+            return RecordOutputs(stream)
+        if name == "gemm":
+            return self.gemm(found, stream)
+        unit, slot = self.integer("unit", found["unit"]), self.integer("slot", found["slot"])
+        if name == "ag_launch":
+            return AgLaunch(unit, slot, stream)
+        return WaitOnce(unit, slot, stream) if name == "wait_once" else RecordGate(unit, slot, stream)
+
+    def gemm(self, found: dict[str, str], stream: StreamName) -> Gemm:
+        units = () if found["units"] == "-" else tuple(self.integer("units", u) for u in found["units"].split(","))
+        layer = None if found["layer"] == "-" else self.integer("layer", found["layer"])
+        begin, end = self.integer("begin", found["begin"]), self.integer("end", found["end"])
+        try:
+            segment = parse_name(found["segment"])
+        except ValueError:
+            raise self.fail("segment is not a word or a quoted text") from None
+        return Gemm(begin, end, layer, segment, units, stream)
+
+    def fields(self, text: str, names: tuple[str, ...], optional: tuple[str, ...] = ()) -> dict[str, str]:
+        """The `name=value` pairs of `text`: each of `names` once, in any order, and nothing else."""
+        pairs = _FIELD.findall(text)
+        if _FIELD.sub("", text).strip():
+            raise self.fail("expected name=value pairs")
+        found = dict(pairs)
+        if len(found) != len(pairs) or set(found) - set(optional) != set(names):
+            raise self.fail(f"expected each of {', '.join(names)} once" if names else "expected no fields")
+        return found
+
+    def integer(self, name: str, text: str) -> int:
+        try:
+            return int(text)
+        except ValueError:
+            raise self.fail(f"{name} is {text!r}, which is not a whole number") from None

@@ -7,10 +7,12 @@ reads. A *model* is weights in a canonical order and segments in the order in wh
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from graphshard.core.errors import SpecError
 from graphshard.core.sizes import dtype_bits, num_bytes
+from graphshard.core.text import digest_of, text_of
 
 BufferHome = Literal["private", "window"]
 BufferRole = Literal["input", "output", "cache", "activation"]
@@ -74,7 +76,7 @@ class BufferSpec:
         return num_bytes(self.shape, self.dtype, None)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ModelSpec:
     """Weights in a canonical order, and segments in the order in which a step runs them."""
 
@@ -95,10 +97,23 @@ class ModelSpec:
 
     def weight(self, name: str) -> WeightSpec:
         """The weight called `name`; SpecError if there is none."""
-        for weight in self.weights:
-            if weight.name == name:
-                return weight
-        raise SpecError(f"model {self.name} has no weight {name!r}")
+        weight = self._weights_by_name.get(name)
+        if weight is None:
+            raise SpecError(f"model {self.name} has no weight {name!r}")
+        return weight
+
+    @cached_property
+    def _weights_by_name(self) -> dict[str, WeightSpec]:
+        return {weight.name: weight for weight in self.weights}
+
+    def text(self) -> str:
+        """Stable text, the base of `digest`."""
+        return text_of(self)
+
+    @cached_property
+    def digest(self) -> str:
+        """The sha256 of `text()`."""
+        return digest_of(self.text())
 
 
 @dataclass(frozen=True, slots=True, order=True)

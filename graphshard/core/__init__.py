@@ -1,0 +1,1 @@
+"""Pure data: errors, sizes, specs, plan, layout, ops, program and its lowering. Standard library only."""
