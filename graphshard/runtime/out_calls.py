@@ -1,0 +1,52 @@
+"""Finding the call that computes a functional ATen op into memory that already exists."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+OpOverload = torch._ops.OpOverload
+Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+"""A function, its positional and its keyword arguments."""
+
+_FACTORY_OPTIONS = frozenset({"dtype", "layout", "device", "pin_memory"})
+
+
+def out_calls(
+    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Sequence[Tensor]
+) -> Iterator[Call]:
+    """Calls that should write `func(*args, **kwargs)` into `targets`, cheapest first. The caller must check the bits.
+
+    Out variants are found by schema: the same arguments by name and type, plus one out argument a result. torch's
+    own Python binding of the op parses its arguments in half the time, where there is one with a single `out`.
+    """
+    for variant, out_names, dropped in _variants(func):
+        if len(out_names) != len(targets):
+            continue
+        kept = {name: value for name, value in kwargs.items() if name not in dropped}
+        outs = dict(zip(out_names, targets, strict=True))
+        binding = getattr(torch, func.overloadpacket.__name__, None)
+        if out_names == ("out",) and isinstance(binding, type(torch.mul)):
+            yield binding, args, {**kept, **outs}
+        yield variant._op, args, {**kept, **outs}
+
+
+@cache
+def _variants(func: OpOverload) -> tuple[tuple[OpOverload, tuple[str, ...], frozenset[str]], ...]:
+    """Overloads with `func`'s arguments and out arguments: (overload, names of the outs, arguments it lacks)."""
+    wanted = {argument.name: str(argument.type) for argument in func._schema.arguments}
+    found = []
+    for name in func.overloadpacket.overloads():
+        overload = getattr(func.overloadpacket, name)
+        arguments = overload._schema.arguments
+        outs = tuple(a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write and a.kwarg_only)
+        taken = {a.name: str(a.type) for a in arguments if a.name not in outs}
+        dropped = wanted.keys() - taken.keys()
+        same = all(wanted.get(name) == type_ for name, type_ in taken.items())
+        if outs and same and dropped <= _FACTORY_OPTIONS:
+            found.append((overload, outs, frozenset(dropped)))
+    return tuple(found)
