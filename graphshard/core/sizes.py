@@ -77,9 +77,17 @@ def parse_bytes(text: str) -> int:
     return value
 
 
+def bytes_unit(value: int) -> str:
+    """The largest unit that `value` fills: `GiB`, `MiB`, ..., `B`."""
+    return next((unit for unit in ("TiB", "GiB", "MiB", "KiB") if abs(value) >= BYTE_UNITS[unit]), "B")
+
+
+def in_unit(value: int, unit: str) -> str:
+    """`value` as a number of `unit`, with one digit (bytes have none)."""
+    return str(value) if unit == "B" else f"{value / BYTE_UNITS[unit]:.1f}"
+
+
 def format_bytes(value: int) -> str:
-    """`value` in the largest unit that it fills, with one digit: `14.0 MiB`, `9.1 GiB`, `512 B`."""
-    for unit in ("TiB", "GiB", "MiB", "KiB"):
-        if abs(value) >= BYTE_UNITS[unit]:
-            return f"{value / BYTE_UNITS[unit]:.1f} {unit}"
-    return f"{value} B"
+    """`value` in the largest unit that it fills: `14.0 MiB`, `9.1 GiB`, `512 B`."""
+    unit = bytes_unit(value)
+    return f"{in_unit(value, unit)} {unit}"

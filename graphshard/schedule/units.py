@@ -1,0 +1,191 @@
+"""Which weights are sharded, and which of them one gather restores together.
+
+Policies: `layer` (all sharded weights of a layer), `weight` (each alone), `bytes:CAP` (whole weights of a layer, in the
+order in which they are read, up to CAP; a larger weight is alone). Weights outside the layers group by neighbourhood.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from graphshard.core.errors import SpecError
+from graphshard.core.plan import Unit, WeightDecision
+from graphshard.core.sizes import format_bytes, parse_bytes
+from graphshard.core.specs import ModelSpec, WeightSpec
+
+DEFAULT_MIN_SHARD_BYTES = 64 * 1024
+"""Norms and biases stay resident: a gather of less costs more than its bytes."""
+
+Stay = tuple[int, int]
+"""Segments `[begin, end)` for which something is needed without a far gap."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnitRules:
+    """What may be sharded. `include` and `exclude` are shell patterns over weight names.
+
+    A weight that `include` names is sharded wherever it is read and however small it is; with any `include` pattern
+    the weights that none names stay resident. `exclude` wins over both.
+    """
+
+    policy: str = "layer"
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    min_shard_bytes: int = DEFAULT_MIN_SHARD_BYTES
+    outside_layers: bool = False
+
+
+def unit_cap(policy: str) -> float:
+    """Bytes up to which weights share a unit; SpecError with the known policies."""
+    if policy == "layer":
+        return math.inf
+    if policy == "weight":
+        return 0
+    kind, _, cap = policy.partition(":")
+    if kind != "bytes" or not cap:
+        raise SpecError(f"unknown unit policy {policy!r}; known are layer, weight, bytes:CAP (as in bytes:4MiB)")
+    return parse_bytes(cap)
+
+
+def choose_units(model: ModelSpec, rules: UnitRules) -> tuple[tuple[WeightDecision, ...], tuple[Unit, ...]]:
+    """Decide every weight of `model`, in its order, and group the sharded ones into units, in reading order.
+
+    Raises:
+        SpecError: unknown policy, or a pattern that matches no weight.
+    """
+    cap = unit_cap(rules.policy)
+    _check_patterns(model, rules)
+    reading = _Reading(model)
+    resident = {weight.name: reason for weight in model.weights if (reason := reading.why_resident(weight, rules))}
+    units = _group(reading, [weight for weight in model.weights if weight.name not in resident], cap)
+    unit_of = {name: unit.index for unit in units for name in unit.weights}
+    decisions = tuple(
+        WeightDecision(
+            weight.name, unit_of.get(weight.name), resident.get(weight.name) or reading.why_sharded(weight, units)
+        )
+        for weight in model.weights
+    )
+    return decisions, units
+
+
+def keep_all(model: ModelSpec, reason: str) -> tuple[WeightDecision, ...]:
+    """Every weight resident, for one and the same reason."""
+    return tuple(WeightDecision(weight.name, None, reason) for weight in model.weights)
+
+
+def unit_stays(model: ModelSpec, units: Sequence[Unit]) -> list[tuple[int, int, int]]:
+    """(unit, begin, end) of every residency, by begin, then by unit. Far apart readers make two residencies."""
+    reading = _Reading(model)
+    found = []
+    for unit in units:
+        readers = sorted({reader for name in unit.weights for reader in reading.readers[name]})
+        found += [(unit.index, begin, end) for begin, end in reading.stays(readers)]
+    return sorted(found, key=lambda stay: (stay[1], stay[0]))
+
+
+class _Reading:
+    """Who reads what, and where a run of segments of one layer ends."""
+
+    def __init__(self, model: ModelSpec) -> None:
+        self.segments = model.segments
+        self.position = {weight.name: index for index, weight in enumerate(model.weights)}
+        self.readers: dict[str, list[int]] = {weight.name: [] for weight in model.weights}
+        self.runs: list[int] = []  # by segment; a run is a stretch of segments of one layer
+        for index, segment in enumerate(model.segments):
+            for name in dict.fromkeys(segment.reads):
+                self.readers[name].append(index)
+            same = index > 0 and model.segments[index - 1].layer == segment.layer
+            self.runs.append(self.runs[-1] + (not same) if self.runs else 0)
+
+    def stays(self, readers: Sequence[int]) -> list[Stay]:
+        """Split sorted `readers` where a whole run of other segments lies between two of them."""
+        found: list[Stay] = []
+        for reader in readers:
+            if found and self.runs[reader] - self.runs[found[-1][1] - 1] <= 1:
+                found[-1] = (found[-1][0], reader + 1)
+            else:
+                found.append((reader, reader + 1))
+        return found
+
+    def layers(self, name: str) -> set[int | None]:
+        return {self.segments[reader].layer for reader in self.readers[name]}
+
+    def home(self, name: str) -> tuple[str, int]:
+        """Weights with equal homes may share a unit: one layer, one stretch outside the layers, or only itself."""
+        layers = self.layers(name)
+        runs = {self.runs[reader] for reader in self.readers[name]}
+        layer = next(iter(layers))
+        if len(layers) == 1 and layer is not None:
+            return ("layer", layer)
+        if len(layers) == 1 and len(runs) == 1:
+            return ("run", min(runs))
+        return ("weight", self.position[name])
+
+    def why_resident(self, weight: WeightSpec, rules: UnitRules) -> str:
+        """The reason for which `weight` is kept whole; empty if it is sharded."""
+        name, size = weight.name, weight.num_bytes
+        if size == 0:
+            return "has no bytes"
+        if not self.readers[name]:
+            return "no segment reads it"
+        excluded = _first_match(name, rules.exclude)
+        if excluded:
+            return f"excluded by {excluded}"
+        if rules.include:
+            return "" if _first_match(name, rules.include) else "no include pattern names it"
+        layers = self.layers(name)
+        paths = [self.segments[reader].path for reader in self.readers[name]]
+        if len(layers) > 1 and len(self.stays(self.readers[name])) > 1:
+            return f"read far apart, by {paths[0]} and {paths[-1]}: a unit would be gathered twice"
+        if None in layers and not rules.outside_layers:
+            return f"outside the layers, read by {paths[0]}"
+        if size < rules.min_shard_bytes:
+            return f"{format_bytes(size)} is below min_shard_bytes {format_bytes(rules.min_shard_bytes)}"
+        return ""
+
+    def why_sharded(self, weight: WeightSpec, units: Sequence[Unit]) -> str:
+        readers = self.readers[weight.name]
+        paths = [self.segments[reader].path for reader in (readers[0], readers[-1])]
+        where = paths[0] if len(readers) == 1 else f"{paths[0]} to {paths[1]}"
+        return f"{format_bytes(weight.num_bytes)} read by {where}"
+
+
+def _group(reading: _Reading, weights: Sequence[WeightSpec], cap: float) -> tuple[Unit, ...]:
+    """Weights of equal homes, in the order in which they are first read, greedily up to `cap` bytes a unit."""
+    by_home: dict[tuple[str, int], list[WeightSpec]] = {}
+    for weight in sorted(weights, key=lambda w: (reading.readers[w.name][0], reading.position[w.name])):
+        by_home.setdefault(reading.home(weight.name), []).append(weight)
+    groups: list[tuple[str, list[WeightSpec]]] = []
+    for (kind, number), members in by_home.items():
+        parts: list[list[WeightSpec]] = []
+        filled = 0
+        for weight in members:
+            if parts and filled + weight.num_bytes <= cap:
+                parts[-1].append(weight)
+                filled += weight.num_bytes
+            else:
+                parts.append([weight])
+                filled = weight.num_bytes
+        whole = f"layers.{number}" if kind == "layer" and len(parts) == 1 and cap == math.inf else ""
+        groups += [(whole or _unit_name(part), part) for part in parts]
+    groups.sort(key=lambda group: (reading.readers[group[1][0].name][0], reading.position[group[1][0].name]))
+    return tuple(Unit(index, name, tuple(w.name for w in part)) for index, (name, part) in enumerate(groups))
+
+
+def _unit_name(part: Sequence[WeightSpec]) -> str:
+    first, last = part[0].name, part[-1].name
+    return first if len(part) == 1 else f"{first}..{last}"
+
+
+def _first_match(name: str, patterns: Sequence[str]) -> str:
+    return next((pattern for pattern in patterns if fnmatchcase(name, pattern)), "")
+
+
+def _check_patterns(model: ModelSpec, rules: UnitRules) -> None:
+    for pattern in (*rules.include, *rules.exclude):
+        if not any(fnmatchcase(weight.name, pattern) for weight in model.weights):
+            example = model.weights[0].name if model.weights else "none at all"
+            raise SpecError(f"pattern {pattern!r} matches no weight of {model.name}; its names look like {example}")
