@@ -1,0 +1,247 @@
+"""Starting ranks as processes of this machine, with torchrun's environment variables.
+
+A rank's death does not end the others (torchrun's agent would); the launcher's death ends all of them; a limit in time
+ends those that are left, and only those.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from graphshard.comm.group import DEFAULT_TIMEOUT_S, new_job_name
+from graphshard.comm.output import OutputPump
+from graphshard.core import errors
+from graphshard.core.errors import CommError, GraphshardError, SpecError
+
+_LAST_OUTPUT_S = 2.0  # what ranks wrote before they ended is read for at most this long
+
+
+@dataclass(frozen=True, slots=True)
+class RankResult:
+    """How a rank's process ended: with a `value`, an error, or a bare return code (negative: the signal)."""
+
+    rank: int
+    pid: int
+    return_code: int
+    value: Any = None
+    error_type: str = ""
+    error: str = ""
+    """The message; empty if the rank returned."""
+    traceback: str = ""
+    ended_s: float = 0.0
+    """Seconds after the start at which it fell silent: the first to fail is the one to look at."""
+
+    @property
+    def is_good(self) -> bool:
+        """Whether the function returned."""
+        return not self.error
+
+    def line(self, world_size: int) -> str:
+        """The result in a line, prefixed `[rank 3/8]`."""
+        what = f"{self.error_type}: {self.error}" if self.error_type else self.error or "done"
+        return f"[rank {self.rank}/{world_size}] {what.splitlines()[0]}"
+
+
+class RankProcesses:
+    """Running rank processes. A context manager: leaving it ends those still running, and waits for them.
+
+    Start it from a thread that outlives it: the kernel ends ranks when the thread that started them ends.
+    """
+
+    def __init__(
+        self,
+        entry: str,
+        world_size: int,
+        *,
+        arguments: Sequence[object] = (),
+        group_timeout_s: float | None = DEFAULT_TIMEOUT_S,
+        env: Mapping[str, str] | None = None,
+        run_id: str | None = None,
+        master_port: int | None = None,
+        num_threads: int = 1,
+    ) -> None:
+        """Start `world_size` processes that call `entry` (`package.module:function` or `file.py:function`).
+
+        Args:
+            entry: called as `function(group, *arguments)`.
+            world_size: how many.
+            arguments: the same for all ranks; JSON.
+            group_timeout_s: limit of the group's waits; None calls `function(*arguments)` without a group.
+            env: added to this process's environment.
+            run_id: TORCHELASTIC_RUN_ID, by default a new name.
+            master_port: MASTER_PORT, by default a free one.
+            num_threads: OMP_NUM_THREADS, unless the environment sets it.
+        """
+        if world_size < 1:
+            raise SpecError(f"cannot start {world_size} ranks: use 1 or more")
+        self.world_size = world_size
+        self._started = time.monotonic()
+        self._pump = OutputPump(world_size)
+        self._processes: list[subprocess.Popen[bytes]] = []
+        command = [sys.executable, "-m", "graphshard.comm.rank_main", entry]
+        command += ["--arguments", json.dumps(list(arguments)), "--parent-pid", str(os.getpid())]
+        if group_timeout_s is not None:
+            command += ["--group-timeout-s", str(group_timeout_s)]
+        shared = {"OMP_NUM_THREADS": str(num_threads), **os.environ, **(env or {})}
+        shared |= {
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port() if master_port is None else master_port),
+            "TORCHELASTIC_RUN_ID": run_id or new_job_name(),
+        }
+        try:
+            for rank in range(world_size):
+                self._start(rank, command, shared)
+        except BaseException:
+            self.close()
+            raise
+        self._pump.start()
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes' ids, by rank."""
+        return [process.pid for process in self._processes]
+
+    def signal(self, rank: int, number: int = signal.SIGKILL) -> None:
+        """Send a signal to one rank, if it still runs."""
+        self._processes[rank].send_signal(number)
+
+    def wait(self, timeout_s: float) -> list[RankResult]:
+        """All ranks' results, by rank; those that still run `timeout_s` after the start are killed and say so."""
+        deadline = self._started + timeout_s
+        late: set[int] = set()
+        for rank, process in enumerate(self._processes):
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                late.add(rank)
+        for rank in late:
+            self._processes[rank].kill()
+            self._processes[rank].wait()
+        self._pump.finish(_LAST_OUTPUT_S)
+        return [self._result(rank, timeout_s if rank in late else None) for rank in range(self.world_size)]
+
+    def close(self) -> None:
+        """End every rank that still runs, and wait for it. Idempotent."""
+        for process in self._processes:
+            process.kill()  # nothing happens to one that has ended: its pid is kept until the wait below
+            process.wait()
+        self._pump.finish(_LAST_OUTPUT_S)
+
+    def __enter__(self) -> RankProcesses:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _start(self, rank: int, command: list[str], shared: Mapping[str, str]) -> None:
+        read_end, write_end = os.pipe()
+        process = None
+        try:
+            process = subprocess.Popen(
+                [*command, "--result-fd", str(write_end)],
+                env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE if rank else None,
+                stderr=subprocess.PIPE if rank else None,
+                pass_fds=[write_end],
+            )
+            self._processes.append(process)
+        finally:
+            os.close(write_end)
+            if process is None:
+                os.close(read_end)
+        self._pump.add(rank, read_end, process)
+
+    def _result(self, rank: int, timed_out_s: float | None) -> RankResult:
+        process = self._processes[rank]
+        raw, ended = self._pump.result(rank)
+        told: dict[str, Any] = {}
+        if raw:
+            told = json.loads(raw)
+        failure = told.get("error", {})
+        error = failure.get("message", "") or failure.get("type", "")
+        if timed_out_s is not None:
+            error = f"did not end within {timed_out_s:.1f} s and was killed (pid {process.pid})"
+        elif not told:
+            error = _exit_text(process.returncode)
+        return RankResult(
+            rank=rank,
+            pid=process.pid,
+            return_code=process.returncode,
+            value=told.get("value"),
+            error_type=failure.get("type", ""),
+            error=error,
+            traceback=failure.get("traceback", ""),
+            ended_s=ended - self._started,
+        )
+
+
+def run_ranks(
+    entry: str,
+    world_size: int,
+    *,
+    arguments: Sequence[object] = (),
+    timeout_s: float = 120.0,
+    group_timeout_s: float | None = DEFAULT_TIMEOUT_S,
+    env: Mapping[str, str] | None = None,
+    num_threads: int = 1,
+) -> list[RankResult]:
+    """Start ranks (see `RankProcesses`), wait for all of them and return their results, good or not, by rank."""
+    with RankProcesses(
+        entry,
+        world_size,
+        arguments=arguments,
+        group_timeout_s=group_timeout_s,
+        env=env,
+        num_threads=num_threads,
+    ) as ranks:
+        return ranks.wait(timeout_s)
+
+
+def raise_first_failure(results: Sequence[RankResult]) -> None:
+    """Raise the error of the rank that failed first, with its class if it is one of graphshard's; else return."""
+    failed = sorted((result for result in results if not result.is_good), key=lambda result: result.ended_s)
+    if not failed:
+        return
+    first = failed[0]
+    kind, text = getattr(errors, first.error_type, None), first.error
+    if not (isinstance(kind, type) and issubclass(kind, GraphshardError)):
+        kind, text = CommError, f"{first.error_type}: {text}" if first.error_type else text
+    others = [result.line(len(results)) for result in failed[1:]]
+    raise kind("\n".join([f"[rank {first.rank}/{len(results)}] {text}", *others]))
+
+
+def failure_text(results: Sequence[RankResult]) -> str:
+    """The rank that failed first in full, with its traceback, and a line for each other; empty if none failed."""
+    failed = sorted((result for result in results if not result.is_good), key=lambda result: result.ended_s)
+    if not failed:
+        return ""
+    lines = [failed[0].line(len(results)), failed[0].traceback.rstrip()]
+    return "\n".join(line for line in lines + [result.line(len(results)) for result in failed[1:]] if line)
+
+
+def free_port() -> int:
+    """A TCP port of 127.0.0.1 that nobody listens on now."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _exit_text(return_code: int) -> str:
+    if return_code < 0:
+        return f"was killed by {signal.Signals(-return_code).name}"
+    return f"ended with code {return_code} and without a result"

@@ -1,0 +1,88 @@
+"""The program of a rank's process: `python -m graphshard.comm.rank_main`, started by `graphshard.comm.launch`.
+
+Calls one named function, and sends what it returns, or the error it raised, to the launcher as one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import importlib.util
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from graphshard.comm.process import die_with_parent
+from graphshard.core.errors import GraphshardError, SpecError
+
+
+def load_entry(entry: str) -> Callable[..., Any]:
+    """The function that `package.module:function` or `path/to/file.py:function` names.
+
+    Raises:
+        SpecError: there is no such module or function.
+    """
+    place, _, name = entry.rpartition(":")
+    if not place or not name:
+        raise SpecError(f"entry {entry!r} names no function: write package.module:function or file.py:function")
+    if place.endswith(".py"):
+        spec = importlib.util.spec_from_file_location(Path(place).stem, place)
+        if spec is None or spec.loader is None or not Path(place).exists():
+            raise SpecError(f"entry {entry!r}: there is no file {place}")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+    else:
+        try:
+            module = importlib.import_module(place)
+        except ModuleNotFoundError as error:
+            raise SpecError(f"entry {entry!r}: {error}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise SpecError(f"entry {entry!r}: {place} has no function {name}")
+    return function  # type: ignore[no-any-return]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the entry; the exit code is 0, the error's own (graphshard's errors), or 1."""
+    parser = argparse.ArgumentParser(prog="graphshard.comm.rank_main", description=__doc__)
+    parser.add_argument("entry", help="package.module:function or file.py:function")
+    parser.add_argument("--arguments", default="[]", help="positional arguments of the function, a JSON list")
+    parser.add_argument("--group-timeout-s", type=float, help="pass init_group(...) as the first argument")
+    parser.add_argument("--result-fd", type=int, required=True, help="the pipe that the launcher reads")
+    parser.add_argument("--parent-pid", type=int, required=True, help="the launcher; this process dies with it")
+    options = parser.parse_args(arguments)
+    die_with_parent(options.parent_pid)
+    os.set_inheritable(options.result_fd, False)
+    code = 0
+    try:
+        result: dict[str, Any] = {"value": _call(options.entry, json.loads(options.arguments), options.group_timeout_s)}
+        message = json.dumps(result)
+    except SystemExit:
+        raise
+    except BaseException as error:
+        code = error.exit_code if isinstance(error, GraphshardError) else 1
+        failure = {"type": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()}
+        message = json.dumps({"error": failure})
+    with open(options.result_fd, "w", encoding="utf-8") as pipe, contextlib.suppress(BrokenPipeError):
+        pipe.write(message)
+    return code
+
+
+def _call(entry: str, arguments: list[Any], group_timeout_s: float | None) -> Any:
+    function = load_entry(entry)
+    if group_timeout_s is None:
+        return function(*arguments)
+    from graphshard.comm.rendezvous import init_group  # here: a rank without a group needs no sockets
+
+    with init_group(timeout_s=group_timeout_s) as group:
+        return function(group, *arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
