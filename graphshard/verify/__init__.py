@@ -1,0 +1,22 @@
+"""The verifier: proves an op list free of races before a byte is allocated. Imports core only."""
+
+from graphshard.verify.interpreter import Outcome, explore
+from graphshard.verify.ranks import Collective, Difference, collectives_of, compare_ranks, first_difference
+from graphshard.verify.report import RULE_NAMES, Report, Violation
+from graphshard.verify.rules import RULES, Rule, verify
+
+__all__ = [
+    "RULES",
+    "RULE_NAMES",
+    "Collective",
+    "Difference",
+    "Outcome",
+    "Report",
+    "Rule",
+    "Violation",
+    "collectives_of",
+    "compare_ranks",
+    "explore",
+    "first_difference",
+    "verify",
+]

@@ -1,0 +1,131 @@
+"""R7 and R11: the program against the layout of bytes, and against the weights that the model's segments read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from graphshard.core.layout import Layout, UnitLayout
+from graphshard.core.ops import AgLaunch, Gemm
+from graphshard.core.specs import SegmentSpec
+from graphshard.verify.facts import Facts
+from graphshard.verify.report import Violation, op_text
+
+
+def unit_fits_slot(facts: Facts) -> Iterator[Violation]:
+    """R7: every unit fits each slot that it is gathered into."""
+    layout, program = facts.layout, facts.program
+    if layout is None:
+        return
+    first: dict[tuple[int, int], int | None] = {
+        (unit, slot): None for slot, unit in enumerate(program.entry) if unit is not None
+    }
+    for index, op in enumerate(program.ops):
+        if isinstance(op, AgLaunch):
+            first.setdefault((op.unit, op.slot), index)
+    units = {unit.unit: unit.num_bytes for unit in layout.units}
+    slots = {slot.slot: slot.num_bytes for slot in layout.slots}
+    for (unit, slot), where in first.items():
+        subject = "entry" if where is None else op_text(program, where)
+        if unit not in units or slot not in slots:
+            yield Violation(7, where, unit, slot, f"{subject}: the layout has no unit {unit} or no slot {slot}")
+        elif units[unit] > slots[slot]:
+            text = f"{subject}: unit {unit} has {units[unit]} B, slot {slot} has {slots[slot]} B"
+            yield Violation(7, where, unit, slot, text + f"; give slot {slot} {units[unit]} B or use another slot")
+
+
+def slots_are_apart(facts: Facts) -> Iterator[Violation]:
+    """R7: slots are aligned, lie inside the slot window and share no byte; so do the shards in theirs."""
+    layout = facts.layout
+    if layout is None:
+        return
+    slots = [(f"slot {slot.slot}", slot.slot, slot.offset, slot.num_bytes) for slot in layout.slots]
+    chunks = [(f"unit {unit.unit}'s chunk", None, unit.chunk_offset, unit.chunk_bytes) for unit in layout.units]
+    for places, window_bytes in ((slots, layout.slot_bytes), (chunks, layout.shard_bytes)):
+        end, before = 0, ""
+        for name, slot, offset, num_bytes in sorted(places, key=lambda place: (place[2], place[3])):
+            if offset % layout.alignment_bytes:
+                text = f"{name} begins at byte {offset}, which is no multiple of {layout.alignment_bytes} B"
+                yield Violation(7, None, None, slot, text)
+            if offset < end and num_bytes:
+                text = f"{name} begins at byte {offset}, inside {before}, which ends at {end}"
+                yield Violation(7, None, None, slot, text)
+            if offset + num_bytes > window_bytes:
+                text = f"{name} ends at byte {offset + num_bytes} of a window of {window_bytes} B"
+                yield Violation(7, None, None, slot, text)
+            if num_bytes:
+                end, before = max(end, offset + num_bytes), name
+
+
+def copies_fill_unit(facts: Facts) -> Iterator[Violation]:
+    """R7: a unit's copies lie inside their rank's chunk and fill the unit, byte for byte."""
+    layout = facts.layout
+    for unit in () if layout is None else layout.units:
+        for problem in _copy_problems(layout, unit):
+            yield Violation(7, None, unit.unit, None, f"unit {unit.unit}: {problem}")
+
+
+def _copy_problems(layout: Layout | None, unit: UnitLayout) -> Iterator[str]:
+    assert layout is not None
+    if unit.chunk_bytes * layout.world_size != unit.num_bytes:
+        yield f"{layout.world_size} chunks of {unit.chunk_bytes} B are not its {unit.num_bytes} B"
+    for number, copy in enumerate(unit.copies):
+        begin = copy.source_offset - unit.chunk_offset
+        source = begin + (copy.rows - 1) * copy.source_pitch + copy.row_bytes
+        target = copy.slot_offset + (copy.rows - 1) * copy.slot_pitch + copy.row_bytes
+        if not 0 <= copy.source_rank < layout.world_size:
+            yield f"copy {number} reads rank {copy.source_rank} of {layout.world_size}"
+        if begin < 0 or source > unit.chunk_bytes:
+            yield f"copy {number} reads bytes {begin} to {source} of a chunk of {unit.chunk_bytes} B"
+        if copy.slot_offset < 0 or target > unit.num_bytes:
+            yield f"copy {number} writes bytes {copy.slot_offset} to {target} of {unit.num_bytes} B"
+    total = sum(copy.rows * copy.row_bytes for copy in unit.copies)
+    if total != unit.num_bytes:
+        yield f"its copies move {total} B of {unit.num_bytes} B"
+    flat = sorted((copy.slot_offset, copy.row_bytes) for copy in unit.copies if copy.rows == 1)
+    for (offset, num_bytes), (following, _) in pairwise(flat):
+        if offset + num_bytes > following:
+            yield f"two copies write byte {following}"
+
+
+def reads_inside_unit(facts: Facts) -> Iterator[Violation]:
+    """R11: a unit's views are aligned, lie inside it and share no byte."""
+    layout = facts.layout
+    for unit in () if layout is None else layout.units:
+        assert layout is not None
+        end, before = 0, ""
+        for view in sorted(unit.views, key=lambda v: (v.offset, v.num_bytes)):
+            place = f"weight {view.weight} is bytes {view.offset} to {view.offset + view.num_bytes} of unit {unit.unit}"
+            if view.offset < 0 or view.offset + view.num_bytes > unit.num_bytes:
+                yield Violation(11, None, unit.unit, None, f"{place}, which has {unit.num_bytes} B")
+            if view.offset % layout.alignment_bytes:
+                text = f"{place}, which begins off {layout.alignment_bytes} B"
+                yield Violation(11, None, unit.unit, None, text)
+            if view.offset < end and view.num_bytes:
+                yield Violation(11, None, unit.unit, None, f"{place}, inside weight {before}")
+            if view.num_bytes:
+                end, before = max(end, view.offset + view.num_bytes), view.weight
+
+
+def segments_read_their_units(facts: Facts) -> Iterator[Violation]:
+    """R11: the weights of a gemm's segments lie in the units that the op names, or are resident."""
+    model, layout, program = facts.model, facts.layout, facts.program
+    if model is None or layout is None:
+        return
+    unit_of = {view.weight: unit.unit for unit in layout.units for view in unit.views}
+    resident = {view.weight for view in layout.resident}
+    for index, op in enumerate(program.ops):
+        if not isinstance(op, Gemm):
+            continue
+        for weight in _weights(model.segments[op.begin : op.end]):
+            if weight not in unit_of and weight not in resident:
+                text = f"{op_text(program, index)} reads weight {weight}, which the layout does not place"
+                yield Violation(11, index, None, None, text)
+            elif weight in unit_of and unit_of[weight] not in op.units:
+                text = f"{op_text(program, index)} reads weight {weight}, but does not name its unit {unit_of[weight]}"
+                yield Violation(11, index, unit_of[weight], None, text)
+
+
+def _weights(segments: Sequence[SegmentSpec]) -> Iterator[str]:
+    for segment in segments:
+        yield from segment.reads
