@@ -1,0 +1,179 @@
+#include "python_calls.h"
+
+#include <atomic>
+#include <chrono>
+#include <thread>
+
+#include "runtime/driver.h"
+
+namespace graphshard {
+
+namespace nb = nanobind;
+
+namespace {
+
+// Note [the end of the interpreter]: a thread that asks for the GIL of an interpreter that is going away is killed or
+// stuck by it. So the exit handler, which still runs in a whole interpreter, closes this gate and waits until every
+// thread that had passed it has left Python; later host functions return at once.
+struct Gate {
+  std::atomic<int> num_inside{0};
+  std::atomic<bool> is_closed{false};
+
+  bool enter() {
+    num_inside.fetch_add(1);
+    if (!is_closed.load()) return true;
+    num_inside.fetch_sub(1);
+    return false;
+  }
+  void leave() { num_inside.fetch_sub(1); }
+};
+Gate gate;
+
+constexpr auto kExitWait = std::chrono::seconds(2);
+constexpr double kExitStreamsWaitS = 0.5;
+
+// A worker's thread state, made at its first Python call and kept: one each time costs a hundred times the call.
+struct WorkerState {
+  PyThreadState* state = nullptr;
+
+  ~WorkerState() {
+    if (state == nullptr || !gate.enter()) return;
+    PyEval_RestoreThread(state);
+    PyGILState_Release(PyGILState_UNLOCKED);  // balances the first PyGILState_Ensure: frees the state
+    gate.leave();
+  }
+};
+thread_local WorkerState worker;
+
+// This thread inside Python; `is_inside()` is false if the interpreter is going away.
+class PythonSection {
+ public:
+  PythonSection() : is_inside_(gate.enter()) {
+    if (!is_inside_) return;
+    if (worker.state != nullptr) {
+      PyEval_RestoreThread(worker.state);
+    } else if (PyGILState_GetThisThreadState() != nullptr) {
+      gil_state_ = PyGILState_Ensure();  // a thread of Python's own
+      is_pythons_ = true;
+    } else {
+      PyGILState_Ensure();
+      worker.state = PyThreadState_Get();
+    }
+  }
+  ~PythonSection() {
+    if (!is_inside_) return;
+    if (is_pythons_) {
+      PyGILState_Release(gil_state_);
+    } else {
+      PyEval_SaveThread();
+    }
+    gate.leave();
+  }
+  PythonSection(const PythonSection&) = delete;
+  PythonSection& operator=(const PythonSection&) = delete;
+
+  bool is_inside() const { return is_inside_; }
+
+ private:
+  const bool is_inside_;
+  bool is_pythons_ = false;
+  PyGILState_STATE gil_state_ = PyGILState_UNLOCKED;
+};
+
+// Inside Python only.
+void call_and_keep_error(PyObject* callable, CallErrors& errors) {
+  PyObject* result = PyObject_CallNoArgs(callable);
+  if (result != nullptr) {
+    Py_DECREF(result);
+  } else {
+    errors.fail(std::make_exception_ptr(nb::python_error()));
+  }
+}
+
+struct PythonCall {
+  PyObject* callable;
+  CallErrors* errors;
+};
+
+void run_python_call(void* argument) {
+  const auto& call = *static_cast<const PythonCall*>(argument);
+  const HostFunctionScope host_function;
+  const PythonSection python;
+  if (python.is_inside()) call_and_keep_error(call.callable, *call.errors);
+}
+
+// The callables of one Calls, and the place of its errors (which hold Python objects too).
+struct PythonCalls {
+  std::vector<PythonCall> calls;
+  std::shared_ptr<CallErrors> errors = std::make_shared<CallErrors>();
+
+  ~PythonCalls() {
+    const PythonSection python;
+    if (!python.is_inside()) return;
+    for (const PythonCall& call : calls) Py_XDECREF(call.callable);
+  }
+};
+
+void close_python_calls() {
+  gate.is_closed.store(true);
+  if (Driver::is_forked()) return;  // the threads are the parent's
+  const nb::gil_scoped_release released;
+  const auto deadline = std::chrono::steady_clock::now() + kExitWait;
+  while (gate.num_inside.load() > 0 && std::chrono::steady_clock::now() < deadline) {
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
+  }
+  Driver::begin_exit(kExitStreamsWaitS);
+}
+
+void run_without_gil(void (*function)(void*), void* argument) {
+  if (gate.is_closed.load() || PyGILState_Check() == 0) {
+    function(argument);
+    return;
+  }
+  const nb::error_scope kept;  // destructors may run while an exception is on its way
+  const nb::gil_scoped_release released;
+  function(argument);
+}
+
+}  // namespace
+
+std::shared_ptr<Calls> make_calls(const nb::sequence& functions) {
+  auto owner = std::make_shared<PythonCalls>();
+  const size_t num_functions = nb::len(functions);
+  owner->calls.reserve(num_functions);  // entries point into it
+  std::vector<std::pair<Calls::Function, void*>> entries;
+  entries.reserve(num_functions);
+  for (nb::handle function : functions) {
+    if (nb::isinstance<nb::tuple>(function)) {
+      const auto [address, argument] = nb::cast<std::pair<uintptr_t, uintptr_t>>(function);
+      if (address == 0) throw nb::value_error("a C function's address is 0");
+      entries.emplace_back(reinterpret_cast<Calls::Function>(address), reinterpret_cast<void*>(argument));
+    } else if (PyCallable_Check(function.ptr()) != 0) {
+      owner->calls.push_back(PythonCall{function.inc_ref().ptr(), owner->errors.get()});
+      entries.emplace_back(&run_python_call, &owner->calls.back());
+    } else {
+      throw nb::type_error("a call is a Python callable or a tuple (C function's address, argument)");
+    }
+  }
+  auto errors = owner->errors;
+  return std::make_shared<Calls>(std::move(entries), std::move(errors), std::move(owner));
+}
+
+void run_one_call(void* one_call) {
+  std::unique_ptr<OneCall> call(static_cast<OneCall*>(one_call));
+  const HostFunctionScope host_function;
+  const PythonSection python;
+  if (!python.is_inside()) {
+    call.release();  // leaked: there is no interpreter to give the callable back to
+    return;
+  }
+  if (!call->errors->has_failed()) call_and_keep_error(call->callable, *call->errors);
+  Py_DECREF(call->callable);
+}
+
+void prepare_python_calls() {
+  Driver::set_run_unlocked(&run_without_gil);
+  nb::module_::import_("atexit").attr("register")(nb::cpp_function(&close_python_calls));
+}
+
+}  // namespace graphshard

@@ -1,0 +1,28 @@
+// Python callables as host functions: threads that keep their thread state, errors that are kept, a quiet end.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "runtime/calls.h"
+
+namespace graphshard {
+
+// `functions` are Python callables or (address of a `void (*)(void*)`, its argument) pairs.
+std::shared_ptr<Calls> make_calls(const nanobind::sequence& functions);
+
+// Enqueueing of one callable; its error goes to `errors`.
+struct OneCall {
+  PyObject* callable;
+  std::shared_ptr<CallErrors> errors;
+};
+// Host function for a heap-allocated OneCall, which it frees.
+void run_one_call(void* one_call);
+
+// To be called once, when the module is made: registers the end of the interpreter.
+void prepare_python_calls();
+
+}  // namespace graphshard

@@ -1,0 +1,67 @@
+// A captured graph and its executable form.
+#pragma once
+
+#include <string>
+#include <utility>
+
+#include "runtime/stream.h"
+
+namespace graphshard {
+
+// Arguments are frozen at capture, so whatever they point at belongs to the graph.
+struct GraphOwners {
+  GraphOwners(Driver& driver, size_t num_events) : events(driver, num_events) {}
+
+  EventSet events;  // of this capture alone: an event of one capture may not be used in another
+  std::shared_ptr<Calls> calls;
+  std::vector<std::shared_ptr<StreamHandle>> streams;
+  std::vector<std::shared_ptr<Mapping>> memories;
+  std::vector<std::shared_ptr<Event>> external_events;
+};
+
+class GraphExec {
+ public:
+  ~GraphExec();
+
+  void launch(Stream& stream);
+  void upload(Stream& stream);
+
+ private:
+  friend class Graph;
+  // Destroyed before what it points at: members die in reverse order.
+  struct Body {
+    explicit Body(Driver& driver_in) : driver(driver_in) {}
+    ~Body();
+
+    Driver& driver;
+    std::shared_ptr<GraphOwners> owners;
+    CUgraphExec exec = nullptr;
+  };
+
+  explicit GraphExec(std::shared_ptr<Body> body) : body_(std::move(body)) {}
+
+  std::shared_ptr<Body> body_;
+};
+
+class Graph {
+ public:
+  Graph(Driver& driver, CUgraph graph, std::shared_ptr<GraphOwners> owners);
+  ~Graph();
+
+  std::vector<std::pair<std::string, size_t>> num_nodes() const;
+  // `executor` is "", "cooperative" or "threaded"; both it and `seed` only mean something on the host driver.
+  std::shared_ptr<GraphExec> instantiate(const std::string& executor, int64_t seed) const;
+
+ private:
+  struct Body {
+    ~Body();
+
+    Driver& driver;
+    CUgraph graph;
+    std::shared_ptr<GraphOwners> owners;
+  };
+
+  std::shared_ptr<Body> body_;
+};
+
+}  // namespace graphshard

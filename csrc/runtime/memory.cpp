@@ -1,0 +1,140 @@
+#include "runtime/memory.h"
+
+#include <sys/stat.h>
+
+namespace graphshard {
+
+namespace {
+
+std::atomic<uint64_t> next_generation{1};
+
+std::shared_ptr<Mapping> new_mapping(Driver& driver, size_t num_bytes, const char* entry_point) {
+  const size_t granularity = driver.granularity_bytes();
+  if (num_bytes == 0 || num_bytes > SIZE_MAX - granularity) {
+    throw DriverError(entry_point, CUDA_ERROR_INVALID_VALUE,
+                      "memory of " + std::to_string(num_bytes) + " bytes is refused: ask for 1 byte or more");
+  }
+  auto mapping = std::make_shared<Mapping>(driver);
+  mapping->num_bytes = num_bytes;
+  mapping->reserved_bytes = (num_bytes + granularity - 1) / granularity * granularity;
+  mapping->generation = next_generation.fetch_add(1);
+  return mapping;
+}
+
+void check_free(const Driver& driver, size_t needed_bytes) {
+  size_t free_bytes = 0;
+  size_t total_bytes = 0;
+  GRAPHSHARD_CALL(driver.table(), cuMemGetInfo, &free_bytes, &total_bytes);
+  if (needed_bytes <= free_bytes) return;
+  throw DriverError("cuMemCreate", CUDA_ERROR_OUT_OF_MEMORY,
+                    "not enough memory: need " + std::to_string(needed_bytes) + " bytes, have " +
+                        std::to_string(free_bytes) + " free of " + std::to_string(total_bytes) + " on " +
+                        driver.device_name() + "; free some or ask for less");
+}
+
+// Note [one handle per window]: cuMemMap takes offset 0 and whole handles only, so a window is one allocation.
+void map(Mapping& mapping) {
+  const Table& table = mapping.driver.table();
+  GRAPHSHARD_CALL(table, cuMemAddressReserve, &mapping.address, mapping.reserved_bytes, 0, 0, 0);
+  GRAPHSHARD_CALL(table, cuMemMap, mapping.address, mapping.reserved_bytes, 0, mapping.handle, 0);
+  mapping.is_mapped = true;
+  CUmemAccessDesc access{};
+  access.location = mapping.driver.allocation_prop(false).location;
+  access.flags = mapping.is_read_only ? CU_MEM_ACCESS_FLAGS_PROT_READ : CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+  CUresult result = table.cuMemSetAccess(mapping.address, mapping.reserved_bytes, &access, 1);
+  if (result != CUDA_SUCCESS && mapping.is_read_only && !mapping.driver.is_host()) {
+    // Some drivers map for reading only not at all; `is_read_only` still keeps this library's ops from writing.
+    access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+    result = table.cuMemSetAccess(mapping.address, mapping.reserved_bytes, &access, 1);
+  }
+  table.check(result, "cuMemSetAccess");
+}
+
+void zero(Mapping& mapping) {
+  if (mapping.driver.is_host()) return;  // memfd pages are zero
+  const Table& table = mapping.driver.table();
+  StreamHandle stream(mapping.driver);
+  GRAPHSHARD_CALL(table, cuMemsetD8Async, mapping.address, 0, mapping.reserved_bytes, stream.stream);
+  constexpr int64_t kTimeoutNs = 60'000'000'000;
+  if (!mapping.driver.wait_stream(stream.stream, kTimeoutNs)) {
+    table.fail(CUDA_ERROR_TIMEOUT, "cuMemsetD8Async", "zeroing of new memory, not done after 60 s");
+  }
+}
+
+}  // namespace
+
+Mapping::~Mapping() {
+  if (!driver.is_usable()) return;
+  const Table& table = driver.table();
+  if (is_mapped) table.cuMemUnmap(address, reserved_bytes);
+  if (address != 0) table.cuMemAddressFree(address, reserved_bytes);
+  if (has_handle) table.cuMemRelease(handle);
+}
+
+Memory::Memory(std::shared_ptr<Mapping> mapping, bool is_exportable)
+    : mapping_(std::move(mapping)), is_exportable_(is_exportable) {
+  mapping_->driver.add_memory(mapping_);
+}
+
+Memory::~Memory() {
+  if (!mapping_->driver.is_usable()) {
+    mapping_->driver.retire(std::move(mapping_));
+    return;
+  }
+  Driver& driver = mapping_->driver;
+  driver.remove_memory(*mapping_);
+  driver.retire(std::move(mapping_));
+}
+
+std::shared_ptr<Memory> Memory::allocate(Driver& driver, size_t num_bytes, bool is_exportable) {
+  driver.enter();
+  driver.reap();
+  auto mapping = new_mapping(driver, num_bytes, "cuMemCreate");
+  check_free(driver, mapping->reserved_bytes);
+  const CUmemAllocationProp prop = driver.allocation_prop(is_exportable);
+  GRAPHSHARD_CALL(driver.table(), cuMemCreate, &mapping->handle, mapping->reserved_bytes, &prop, 0);
+  mapping->has_handle = true;
+  map(*mapping);
+  zero(*mapping);
+  return std::shared_ptr<Memory>(new Memory(std::move(mapping), is_exportable));
+}
+
+std::shared_ptr<Memory> Memory::import_fd(Driver& driver, int fd, size_t num_bytes, bool is_read_only) {
+  driver.enter();
+  driver.reap();
+  constexpr const char* kEntryPoint = "cuMemImportFromShareableHandle";
+  auto mapping = new_mapping(driver, num_bytes, kEntryPoint);
+  if (driver.is_host()) {
+    struct stat status{};
+    if (fstat(fd, &status) != 0 || static_cast<size_t>(status.st_size) < mapping->reserved_bytes) {
+      throw DriverError(kEntryPoint, CUDA_ERROR_INVALID_VALUE,
+                        "descriptor " + std::to_string(fd) + " holds " + std::to_string(status.st_size) +
+                            " bytes, a window of " + std::to_string(num_bytes) + " needs " +
+                            std::to_string(mapping->reserved_bytes) + "; import what a rank exported");
+    }
+  }
+  auto* os_handle = reinterpret_cast<void*>(static_cast<intptr_t>(fd));
+  GRAPHSHARD_CALL(driver.table(), cuMemImportFromShareableHandle, &mapping->handle, os_handle,
+                  CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
+  mapping->has_handle = true;
+  mapping->is_read_only = is_read_only;
+  map(*mapping);
+  return std::shared_ptr<Memory>(new Memory(std::move(mapping), false));
+}
+
+int Memory::export_fd() const {
+  Driver& driver = mapping_->driver;
+  driver.enter();
+  if (!is_exportable_) {
+    throw DriverError("cuMemExportToShareableHandle", CUDA_ERROR_INVALID_VALUE,
+                      "memory of " + std::to_string(num_bytes()) +
+                          " bytes is not exportable: allocate it with exportable=True, imported windows stay their "
+                          "exporter's");
+  }
+  int fd = -1;
+  GRAPHSHARD_CALL(driver.table(), cuMemExportToShareableHandle, &fd, mapping_->handle,
+                  CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0);
+  return fd;
+}
+
+}  // namespace graphshard

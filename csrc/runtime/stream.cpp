@@ -1,0 +1,103 @@
+#include "runtime/stream.h"
+
+namespace graphshard {
+
+StreamHandle::StreamHandle(Driver& driver_in) : driver(driver_in) {
+  driver.enter();
+  GRAPHSHARD_CALL(driver.table(), cuStreamCreate, &stream, CU_STREAM_NON_BLOCKING);
+  driver.add_stream(this);
+}
+
+StreamHandle::~StreamHandle() {
+  if (!driver.is_usable()) return;
+  driver.remove_stream(this);
+  driver.table().cuStreamDestroy(stream);
+}
+
+void check_not_capturing(const StreamHandle& stream, const char* entry_point) {
+  if (!stream.is_capturing.load(std::memory_order_relaxed)) return;
+  throw DriverError(entry_point, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED,
+                    std::string(entry_point) + " refused: the stream is being captured by another thread");
+}
+
+std::shared_ptr<Mapping> find_word(const Driver& driver, CUdeviceptr address, bool is_written,
+                                   const char* entry_point) {
+  if (address % sizeof(uint32_t) != 0) {
+    throw DriverError(entry_point, CUDA_ERROR_MISALIGNED_ADDRESS,
+                      std::string(entry_point) + " refused: " + hex(address) + " is not a multiple of 4 bytes");
+  }
+  return driver.find_memory(address, sizeof(uint32_t), is_written, entry_point);
+}
+
+Stream::Stream(Driver& driver) : handle_(std::make_shared<StreamHandle>(driver)) {}
+
+Stream::~Stream() {
+  Driver& driver = handle_->driver;
+  driver.retire(std::move(handle_));
+}
+
+bool Stream::wait_idle(int64_t timeout_ns) const {
+  driver().enter();
+  check_not_capturing(*handle_, "cuStreamSynchronize");
+  const bool is_over = driver().wait_stream(handle_->stream, timeout_ns);
+  if (is_over) driver().reap();
+  return is_over;
+}
+
+bool Stream::is_idle() const {
+  driver().enter();
+  check_not_capturing(*handle_, "cuStreamQuery");
+  const CUresult result = driver().table().cuStreamQuery(handle_->stream);
+  if (result != CUDA_ERROR_NOT_READY) driver().table().check(result, "cuStreamQuery");
+  return result == CUDA_SUCCESS;
+}
+
+void Stream::copy(CUdeviceptr destination, CUdeviceptr source, size_t num_bytes) {
+  driver().enter();
+  check_not_capturing(*handle_, "cuMemcpyAsync");
+  const auto written = driver().find_memory(destination, num_bytes, true, "cuMemcpyAsync");
+  const auto read = driver().find_memory(source, num_bytes, false, "cuMemcpyAsync");
+  GRAPHSHARD_CALL(driver().table(), cuMemcpyAsync, destination, source, num_bytes, handle_->stream);
+}
+
+void Stream::fill(CUdeviceptr destination, uint8_t value, size_t num_bytes) {
+  driver().enter();
+  check_not_capturing(*handle_, "cuMemsetD8Async");
+  const auto written = driver().find_memory(destination, num_bytes, true, "cuMemsetD8Async");
+  GRAPHSHARD_CALL(driver().table(), cuMemsetD8Async, destination, value, num_bytes, handle_->stream);
+}
+
+void Stream::write_value(CUdeviceptr address, uint32_t value) {
+  driver().enter();
+  check_not_capturing(*handle_, "cuStreamWriteValue32");
+  const auto written = find_word(driver(), address, true, "cuStreamWriteValue32");
+  GRAPHSHARD_CALL(driver().table(), cuStreamWriteValue32, handle_->stream, address, value,
+                  CU_STREAM_WRITE_VALUE_DEFAULT);
+}
+
+void Stream::wait_value(CUdeviceptr address, uint32_t value) {
+  driver().enter();
+  check_not_capturing(*handle_, "cuStreamWaitValue32");
+  const auto read = find_word(driver(), address, false, "cuStreamWaitValue32");
+  GRAPHSHARD_CALL(driver().table(), cuStreamWaitValue32, handle_->stream, address, value, CU_STREAM_WAIT_VALUE_GEQ);
+}
+
+void Stream::call(Calls::Function function, void* argument) {
+  driver().enter();
+  check_not_capturing(*handle_, "cuLaunchHostFunc");
+  GRAPHSHARD_CALL(driver().table(), cuLaunchHostFunc, handle_->stream, function, argument);
+}
+
+void Stream::record(const Event& event) {
+  driver().enter();
+  check_not_capturing(*handle_, "cuEventRecord");
+  GRAPHSHARD_CALL(driver().table(), cuEventRecord, event.handle(), handle_->stream);
+}
+
+void Stream::wait(const Event& event) {
+  driver().enter();
+  check_not_capturing(*handle_, "cuStreamWaitEvent");
+  GRAPHSHARD_CALL(driver().table(), cuStreamWaitEvent, handle_->stream, event.handle(), CU_EVENT_WAIT_DEFAULT);
+}
+
+}  // namespace graphshard
