@@ -1,0 +1,81 @@
+"""graphshard: 1/N of the weights on each of N ranks, gathered just before they are used, inside a captured graph.
+
+Names are imported when they are first used: plans and programs need neither torch nor the extension.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from graphshard.api import compile, plan_for
+    from graphshard.comm.group import Group, LocalGroup
+    from graphshard.comm.rendezvous import init_group
+    from graphshard.core.errors import CommError, DeviceError, GraphshardError, LoadError, ProgramError, SpecError
+    from graphshard.core.plan import Plan
+    from graphshard.core.specs import BufferSpec, ModelSpec, SegmentSpec, StepShape, WeightSpec
+    from graphshard.device import open_device
+    from graphshard.runtime.graphs import StepGraph
+    from graphshard.runtime.model import Segment, SegmentedModel, StepState
+    from graphshard.runtime.runtime import Runtime
+    from graphshard.schedule.auto import make_plan
+
+_HOMES = {
+    "graphshard.api": ("compile", "plan_for"),
+    "graphshard.comm.group": ("Group", "LocalGroup"),
+    "graphshard.comm.rendezvous": ("init_group",),
+    "graphshard.core.errors": (
+        "CommError",
+        "DeviceError",
+        "GraphshardError",
+        "LoadError",
+        "ProgramError",
+        "SpecError",
+    ),
+    "graphshard.core.plan": ("Plan",),
+    "graphshard.core.specs": ("BufferSpec", "ModelSpec", "SegmentSpec", "StepShape", "WeightSpec"),
+    "graphshard.device": ("open_device",),
+    "graphshard.runtime.graphs": ("StepGraph",),
+    "graphshard.runtime.model": ("Segment", "SegmentedModel", "StepState"),
+    "graphshard.runtime.runtime": ("Runtime",),
+    "graphshard.schedule.auto": ("make_plan",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "BufferSpec",
+    "CommError",
+    "DeviceError",
+    "Group",
+    "GraphshardError",
+    "LoadError",
+    "LocalGroup",
+    "ModelSpec",
+    "Plan",
+    "ProgramError",
+    "Runtime",
+    "Segment",
+    "SegmentSpec",
+    "SegmentedModel",
+    "SpecError",
+    "StepGraph",
+    "StepShape",
+    "StepState",
+    "WeightSpec",
+    "compile",
+    "init_group",
+    "make_plan",
+    "open_device",
+    "plan_for",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'graphshard' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

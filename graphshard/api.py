@@ -1,0 +1,93 @@
+"""The public surface: from a model and a group to a runtime in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor
+
+from graphshard.comm.group import Group
+from graphshard.core.errors import SpecError
+from graphshard.core.plan import Plan
+from graphshard.core.specs import ModelSpec, StepShape
+from graphshard.device import Device, open_device
+from graphshard.runtime.bind import Hooks
+from graphshard.runtime.build import Compiled, agreed_device_spec, build_runtime, compile_plan
+from graphshard.runtime.model import SegmentedModel
+from graphshard.runtime.runtime import Runtime
+from graphshard.runtime.source import open_source
+from graphshard.schedule.auto import make_plan
+from graphshard.schedule.emit import emit
+
+PlanChoice = Plan | Literal["auto", "replicated"]
+
+
+def compile(  # the field's verb, as in torch.compile; always used as graphshard.compile
+    model: SegmentedModel,
+    group: Group,
+    *,
+    checkpoint: str | Path | Mapping[str, Tensor],
+    plan: PlanChoice = "auto",
+    capture_sizes: Sequence[int | tuple[int, int]] = (1,),
+    device: str | Device = "host",
+    timeout_s: float = 30.0,
+    hooks: Hooks | None = None,
+    **choices: Any,
+) -> Runtime:
+    """Shard `model` over `group`, verify its programs, load, bind and capture them. Collective.
+
+    Args:
+        model: a model cut into segments, e.g. `graphshard.models.llama.Llama`.
+        group: the ranks that share one copy of the weights.
+        checkpoint: a safetensors file or folder, or tensors by weight name.
+        plan: "auto" decides before anything is measured; "replicated" shards nothing (the same segments, the same
+            memory rules: the yardstick); or a Plan.
+        capture_sizes: batch sizes, or (batch_size, tokens_per_sequence), to capture; () captures nothing yet.
+        device: "host", or an open device.
+        timeout_s: the longest that the host waits for anything.
+        hooks: what tests insert into bound lists.
+        choices: what "auto" is not to choose: units, prefetch_depth, num_slots, head, executor, ... (`make_plan`).
+
+    Raises:
+        SpecError, ProgramError, LoadError, CommError, DeviceError: see each class; on every rank alike.
+    """
+    if isinstance(device, str):
+        device = open_device(device)
+    shapes = [StepShape(*size) if isinstance(size, tuple) else StepShape(size) for size in capture_sizes]
+    if isinstance(plan, Plan):
+        if choices:
+            raise SpecError(f"{', '.join(choices)} cannot be chosen beside a finished plan: make_plan takes them")
+        compiled = compile_plan(model.spec(), plan, emit)
+    else:
+        compiled = plan_for(
+            model.spec(),
+            group,
+            device,
+            replicated=_is_replicated(plan),
+            step_shapes=shapes or [StepShape(1)],
+            **choices,
+        )
+    runtime = build_runtime(
+        compiled, model, lambda: open_source(checkpoint), group, device, timeout_s=timeout_s, hooks=hooks or Hooks()
+    )
+    if shapes:
+        try:
+            runtime.capture(shapes)
+        except BaseException:
+            runtime.close()
+            raise
+    return runtime
+
+
+def plan_for(model: ModelSpec, group: Group, device: Device, **choices: Any) -> Compiled:
+    """The plan that "auto" makes for `group`, with its layout and verified programs; from agreed numbers only."""
+    spec = agreed_device_spec(group, device)
+    return compile_plan(model, make_plan(model, group.world_size, spec, **choices), emit)
+
+
+def _is_replicated(plan: str) -> bool:
+    if plan not in ("auto", "replicated"):
+        raise SpecError(f"unknown plan {plan!r}; known: auto, replicated, or a graphshard.Plan")
+    return plan == "replicated"

@@ -1,0 +1,1 @@
+"""The runtime: memory, bound programs, eager runs, captured graphs."""

@@ -1,0 +1,110 @@
+"""Binding: a program's lowered ops become driver calls on this rank's addresses, streams and events.
+
+A `BoundProgram` is one list for both modes: `OpList.issue` runs it eagerly, `OpList.capture` records the same calls.
+What a compute op does is not part of the list; it is handed over at issue or capture, by index (`_core.Calls`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from graphshard._core import Driver, OpList, Stream
+from graphshard.comm.pull import PullTransport
+from graphshard.core.lowering import Compute, CopyRun, Lowered, Record, lower
+from graphshard.core.ops import AgLaunch
+from graphshard.core.program import Program
+from graphshard.runtime.memory import RuntimeMemory
+
+BoundOp = tuple[object, ...]
+POISON = 0xFF
+"""NaN as float32, bfloat16, float16 and both FP8 formats: a missed wait never shows plausible numbers."""
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What tests insert into a bound list; part of no plan, digest or certificate.
+
+    `stalls[op index]` is the address of a 32-bit word: what the op becomes waits on its stream until the word is >= 1.
+    """
+
+    poison: bool = False
+    stalls: Mapping[int, int] = field(default_factory=dict)
+    seed: int = -1
+    """Order of the captured graph's nodes on `host`, see `_core.Graph.instantiate`."""
+
+
+@dataclass(frozen=True)
+class BoundProgram:
+    """A program on this rank's memory and streams."""
+
+    program: Program
+    lowered: Lowered
+    op_list: OpList
+    computes: tuple[Compute, ...]
+    """What the calls given to issue or capture must do, by index."""
+    sources: tuple[int, ...]
+    """The program's op that each bound op comes from (-1: fork or join)."""
+    streams: tuple[Stream, ...]
+    outputs_index: int
+    """The bound op after which the step's outputs are complete."""
+
+
+def bind_program(
+    driver: Driver,
+    program: Program,
+    streams: Mapping[str, Stream],
+    memory: RuntimeMemory,
+    transport: PullTransport,
+    *,
+    num_copy_streams: int,
+    hooks: Hooks,
+) -> BoundProgram:
+    """Bind `program`; `streams` maps the lowered list's stream names."""
+    lowered = lower(program, num_copies=transport.world_size, num_copy_streams=num_copy_streams)
+    index = {name: i for i, name in enumerate(lowered.streams)}
+    ops: list[BoundOp] = []
+    sources: list[int] = []
+    computes: list[Compute] = []
+    outputs_index = -1
+    stalled: set[int] = set()
+    for op in lowered.ops:
+        stream = index[op.stream]
+        bound: Iterable[BoundOp]
+        if op.op in hooks.stalls and op.op not in stalled and not isinstance(op, Record):
+            stalled.add(op.op)
+            ops.append(("wait_value", stream, hooks.stalls[op.op], 1))
+            sources.append(op.op)
+        if isinstance(op, CopyRun):
+            bound = _copy_ops(op, stream, memory, transport, hooks)
+        elif isinstance(op, Compute):
+            bound = [("call", stream, len(computes))]
+            computes.append(op)
+        else:
+            bound = [("record" if isinstance(op, Record) else "wait", stream, op.event)]
+            if isinstance(op, Record) and op.event == lowered.outputs_event:
+                outputs_index = len(ops)
+        for one in bound:
+            ops.append(one)
+            sources.append(op.op)
+    used = tuple(streams[name] for name in lowered.streams)
+    op_list = OpList(driver, used, lowered.num_events, ops)
+    return BoundProgram(program, lowered, op_list, tuple(computes), tuple(sources), used, outputs_index)
+
+
+def bind_gather(
+    driver: Driver, launch: AgLaunch, stream: Stream, memory: RuntimeMemory, transport: PullTransport, hooks: Hooks
+) -> OpList:
+    """The copies of one gather that the host issues outside a program, all on `stream`."""
+    run = CopyRun(launch.unit, launch.slot, 0, transport.world_size, launch.stream, -1)
+    return OpList(driver, (stream,), 0, list(_copy_ops(run, 0, memory, transport, hooks)))
+
+
+def _copy_ops(
+    run: CopyRun, stream: int, memory: RuntimeMemory, transport: PullTransport, hooks: Hooks
+) -> Iterable[BoundOp]:
+    base = memory.slot_address(run.slot)
+    if hooks.poison and run.begin == 0:
+        yield ("fill", stream, base, POISON, memory.layout.slots[run.slot].num_bytes)
+    for copy in transport.copies(run.unit, base)[run.begin : run.end]:
+        yield copy.bound(stream)

@@ -1,0 +1,140 @@
+"""Building a runtime, in the order that loses nothing: choose, verify, reserve, load, agree, bind, check.
+
+Everything that can be refused from the plan alone is refused before a byte is reserved; everything that ranks must
+agree on is compared before a graph is captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from graphshard.comm.certificate import Certificate, agree_min, exchange
+from graphshard.comm.control import ControlTable
+from graphshard.comm.group import Group
+from graphshard.comm.pull import PullTransport
+from graphshard.core.errors import SpecError
+from graphshard.core.layout import Layout, build_layout
+from graphshard.core.plan import Plan
+from graphshard.core.program import Program
+from graphshard.core.specs import BufferSpec, DeviceSpec, ModelSpec, StepShape
+from graphshard.core.text import digest_of, text_of
+from graphshard.device.base import Device
+from graphshard.runtime.bind import Hooks
+from graphshard.runtime.compute import ComputeTable, segment_weights
+from graphshard.runtime.fill import fill_chunks, fill_resident
+from graphshard.runtime.memory import RuntimeMemory
+from graphshard.runtime.model import SegmentedModel
+from graphshard.runtime.runtime import Runtime
+from graphshard.runtime.source import WeightSource
+from graphshard.verify import verify
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A plan with all that follows from it and from the model alone; no device, no memory."""
+
+    model: ModelSpec
+    plan: Plan
+    layout: Layout
+    programs: Mapping[StepShape, Program]
+
+
+def agreed_device_spec(group: Group, device: Device) -> DeviceSpec:
+    """What every rank's device can do: the least of each number (collective). The only device a plan sees."""
+    spec = device.spec(group.world_size)
+    return replace(
+        spec,
+        memory_bytes=agree_min(group, "memory_bytes", spec.memory_bytes),
+        spare_cores=agree_min(group, "spare_cores", spec.spare_cores),
+    )
+
+
+def compile_plan(model: ModelSpec, plan: Plan, emit: Callable[[ModelSpec, Plan], Program]) -> Compiled:
+    """Layout and verified programs of `plan`.
+
+    Raises:
+        ProgramError: the verifier found a race; no byte has been reserved.
+    """
+    program = emit(model, plan)
+    programs = dict.fromkeys(plan.step_shapes, program)
+    layout = build_layout(model, plan)
+    verify(programs, layout, model=model, num_copy_streams=plan.num_copy_streams).raise_if_bad()
+    return Compiled(model, plan, layout, programs)
+
+
+def build_runtime(
+    compiled: Compiled,
+    segmented: SegmentedModel,
+    source: Callable[[], WeightSource],
+    group: Group,
+    device: Device,
+    *,
+    timeout_s: float,
+    hooks: Hooks,
+) -> Runtime:
+    """Reserve, load, agree and bind on every rank of `group` (collective).
+
+    Raises:
+        SpecError: the plan is for another world size.
+        LoadError: a checkpoint lacks a weight or is damaged; every rank raises the first failing rank's error.
+        CommError: ranks disagree, or a peer's memory shows other bytes than it loaded.
+    """
+    plan, layout, model = compiled.plan, compiled.layout, compiled.model
+    if plan.world_size != group.world_size:
+        raise SpecError(
+            f"the plan is for {plan.world_size} ranks, the group has {group.world_size}: "
+            "make the plan for this group, or start as many ranks as the plan names"
+        )
+    buffers = {shape: tuple(segmented.buffers(shape)) for shape in plan.step_shapes}
+
+    def reserve_and_load() -> tuple[RuntimeMemory, list[int]]:
+        memory = RuntimeMemory(device, layout, buffers)
+        weights = source()
+        checksums = fill_chunks(model, layout, group.rank, memory, weights)
+        fill_resident(model, layout, memory, weights)
+        return memory, checksums
+
+    exchange(group, _certificate(compiled, device, buffers))
+    memory, checksums = group.agree("load", reserve_and_load)
+    control = ControlTable.exchange(group, bytes.fromhex(layout.digest))
+    transport = PullTransport(device, group, layout, memory.shards, checksums)
+    weights = segment_weights(model, plan, layout, memory)
+    compute = ComputeTable(segmented, model, weights, memory, plan.step_shapes)
+    runtime = Runtime(
+        group=group,
+        model=model,
+        plan=plan,
+        layout=layout,
+        programs=compiled.programs,
+        driver=device.driver,
+        memory=memory,
+        transport=transport,
+        control=control,
+        compute=compute,
+        buffer_roles={spec.name: spec.role for specs in buffers.values() for spec in specs},
+        hooks=hooks,
+        timeout_s=timeout_s,
+    )
+    group.agree("check of gathered units", runtime.check_gathers)
+    return runtime
+
+
+def _certificate(
+    compiled: Compiled, device: Device, buffers: Mapping[StepShape, Sequence[BufferSpec]]
+) -> Certificate:
+    return Certificate(
+        model=compiled.model.digest,
+        plan=compiled.plan.digest,
+        layout=compiled.layout.digest,
+        programs={str(shape): program.text() for shape, program in compiled.programs.items()},
+        settings={
+            "transport": compiled.plan.transport,
+            "executor": compiled.plan.executor,
+            "device": device.kind,
+            "torch": torch.__version__,
+            "buffers": digest_of("".join(f"{shape} {text_of(spec)}" for shape in buffers for spec in buffers[shape])),
+        },
+    )

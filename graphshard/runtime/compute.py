@@ -1,0 +1,104 @@
+"""What compute ops do: segments run by Python (eager), or the tapes recorded from them (captured).
+
+Both run over the same state: the same weights, buffers and addresses. Grad and inference modes are thread-local in
+torch and compute runs on a stream's thread, so each call sets them itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from graphshard._core import Calls
+from graphshard.core.errors import SpecError
+from graphshard.core.layout import Layout, WeightView
+from graphshard.core.lowering import Compute
+from graphshard.core.plan import Plan
+from graphshard.core.specs import ModelSpec, StepShape
+from graphshard.runtime.arena import Arena
+from graphshard.runtime.memory import RuntimeMemory
+from graphshard.runtime.model import Segment, SegmentedModel, StepState
+from graphshard.runtime.record import record
+
+
+def segment_weights(
+    model: ModelSpec, plan: Plan, layout: Layout, memory: RuntimeMemory
+) -> dict[str, dict[str, Tensor]]:
+    """For each segment path the weights it declared, as views at the addresses where they lie while it runs."""
+    resident = {view.weight: view for view in layout.resident}
+    placed: dict[int, dict[str, tuple[WeightView, int]]] = {i: {} for i in range(len(model.segments))}
+    for residency in plan.residencies:
+        for view in layout.units[residency.unit].views:
+            for i in range(residency.begin, residency.end):
+                placed[i][view.weight] = (view, residency.slot)
+    weights: dict[str, dict[str, Tensor]] = {}
+    for i, segment in enumerate(model.segments):
+        here: dict[str, Tensor] = {}
+        for name in segment.reads:
+            if name in resident:
+                here[name] = memory.resident(resident[name])
+            else:
+                view, slot = placed[i][name]
+                here[name] = memory.gathered(view, slot)
+        weights[segment.path] = here
+    return weights
+
+
+class ComputeTable:
+    """The model's segments bound to one state per step shape."""
+
+    def __init__(
+        self,
+        model: SegmentedModel,
+        spec: ModelSpec,
+        weights: Mapping[str, Mapping[str, Tensor]],
+        memory: RuntimeMemory,
+        step_shapes: Sequence[StepShape],
+    ) -> None:
+        self._segments = tuple(model.segments)
+        if tuple(segment.spec for segment in self._segments) != spec.segments:
+            raise SpecError(f"model {spec.name}: its segments differ from the segments of its spec")
+        self._states = {shape: StepState(shape, weights, memory.buffers(shape)) for shape in step_shapes}
+        self._memory = memory
+        self._arena = Arena()
+
+    def state(self, shape: StepShape) -> StepState:
+        """The state of steps of `shape`."""
+        return self._states[shape]
+
+    def eager(self, shape: StepShape, computes: Sequence[Compute]) -> Calls:
+        """Calls that run the segments themselves."""
+        state = self._states[shape]
+        return Calls([_eager_call(state, self._segments[op.begin : op.end]) for op in computes])
+
+    def captured(self, shape: StepShape, computes: Sequence[Compute]) -> Calls:
+        """Calls that replay what the segments do now. Buffers are as before when this returns, also on an error.
+
+        Raises:
+            DeviceError: a segment does what no capture permits.
+        """
+        state = self._states[shape]
+        snapshot = self._memory.snapshot_buffers()
+        try:
+            return Calls(
+                [
+                    record(
+                        _eager_call(state, self._segments[op.begin : op.end]),
+                        self._arena,
+                        self._segments[op.begin].spec.path,
+                    )
+                    for op in computes
+                ]
+            )
+        finally:
+            self._memory.restore_buffers(snapshot)
+
+
+def _eager_call(state: StepState, segments: Sequence[Segment]) -> Callable[[], None]:
+    def call() -> None:
+        with torch.inference_mode():
+            state.run(segments)
+
+    return call

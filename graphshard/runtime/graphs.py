@@ -1,0 +1,88 @@
+"""A captured step: what a server embeds and a benchmark replays."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from graphshard._core import Calls, Event, Graph
+from graphshard.core.errors import DeviceError
+from graphshard.core.specs import StepShape
+from graphshard.runtime.bind import BoundProgram
+
+if TYPE_CHECKING:
+    from graphshard.runtime.runtime import Runtime
+
+# Note [capture lock]: captures may not meet, in one process, on whatever streams (CUDA error 902, and torch's pool).
+_capture_lock = threading.Lock()
+
+
+class StepGraph:
+    """One captured step shape. Made by `Runtime.graph`; `inputs` and `outputs` are static tensors.
+
+    Write the inputs, replay, read the outputs:
+
+        step.inputs["tokens"].copy_(tokens); step.replay(); logits = step.outputs["logits"]
+    """
+
+    def __init__(self, runtime: Runtime, shape: StepShape, bound: BoundProgram, calls: Calls, executor: str) -> None:
+        """Capture `bound` with `calls` as its compute. Nothing runs.
+
+        Raises:
+            DeviceError: another capture is open in this process, or the driver refused.
+        """
+        if not _capture_lock.acquire(blocking=False):
+            raise DeviceError(
+                f"step shape {shape} cannot be captured: another capture is open in this process; "
+                "finish it first, captures may not overlap"
+            )
+        try:
+            self._outputs_ready = Event(runtime.driver)
+            self._graph: Graph | None = bound.op_list.capture(calls, [(bound.outputs_index, self._outputs_ready)])
+            self._exec = self._graph.instantiate(executor, runtime.hooks.seed)
+        finally:
+            _capture_lock.release()
+        self.shape = shape
+        self.inputs: dict[str, Tensor] = runtime.buffers(shape, "input")
+        self.outputs: dict[str, Tensor] = runtime.buffers(shape, "output")
+        self._runtime, self._bound, self._calls = runtime, bound, calls
+        self._generations = runtime.generations()
+
+    def replay(self) -> None:
+        """Run the captured step on what the inputs hold now.
+
+        Order:   after everything that this runtime was asked to do before. On `host` the calling thread is the
+                 current stream, so this returns when `outputs` may be read (a tail prefetch may still run).
+        Blocks:  the host, bounded by the runtime's timeout.
+        Capture: no.
+
+        Raises:
+            DeviceError: the graph was closed, or its memory has been remapped since it was captured.
+            CommError: the step did not end in time.
+        """
+        self._runtime.step(self.shape, self._bound, self._launch, self._outputs_ready, self._calls)
+
+    def num_nodes(self) -> dict[str, int]:
+        """The captured graph's nodes, by kind."""
+        return self._open().num_nodes()
+
+    def close(self) -> None:
+        """Give the graph back. Idempotent; a later replay is refused."""
+        self._graph = None
+        self._exec = None  # type: ignore[assignment]  # a closed graph has none, and _open() says so first
+
+    def _open(self) -> Graph:
+        if self._graph is None:
+            raise DeviceError(f"the graph of step shape {self.shape} is closed; capture again with Runtime.capture")
+        return self._graph
+
+    def _launch(self) -> None:
+        self._open()
+        if self._generations != self._runtime.generations():
+            raise DeviceError(
+                f"the graph of step shape {self.shape} was captured over memory that has been remapped since: "
+                "its addresses are stale; capture again with Runtime.capture"
+            )
+        self._exec.launch(self._bound.streams[0])

@@ -1,0 +1,178 @@
+"""The memory of one runtime: shard window, slots, resident weights and buffers, all reserved at once and never moved.
+
+shards    this rank's chunks, exportable: peers copy from it
+slots     gathered units, private
+resident  whole weights, private
+buffers   inputs, outputs, caches and activations; step shapes share them (steps never overlap)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from graphshard._core import Memory
+from graphshard.core.errors import DeviceError, SpecError
+from graphshard.core.layout import Layout, WeightView
+from graphshard.core.sizes import align_up
+from graphshard.core.specs import BufferSpec, StepShape
+from graphshard.device.base import Device
+
+BUFFER_ALIGNMENT_BYTES = 256
+
+
+@dataclass(frozen=True)
+class BufferRow:
+    """One line of the table of everything a graph can see."""
+
+    name: str
+    role: str
+    address: int
+    num_bytes: int
+
+
+class RuntimeMemory:
+    """All memory of a runtime. Tensors are views that keep their allocation alive."""
+
+    def __init__(self, device: Device, layout: Layout, buffers: Mapping[StepShape, Sequence[BufferSpec]]) -> None:
+        """Reserve for `layout` and for the buffers of all step shapes.
+
+        Raises:
+            DeviceError: the device has too little free memory; nothing was reserved.
+            SpecError: step shapes disagree about a buffer.
+        """
+        self._buffer_specs = {shape: tuple(specs) for shape, specs in buffers.items()}
+        self._buffer_offsets, buffer_bytes = _buffer_offsets(self._buffer_specs)
+        sizes = {
+            "shards": layout.shard_bytes,
+            "slots": layout.slot_bytes,
+            "resident weights": layout.resident_bytes,
+            "buffers": buffer_bytes,
+        }
+        _refuse_if_too_large(device, sizes)
+        self.layout = layout
+        self.shards = _allocate(device, layout.shard_bytes, exportable=True)
+        self.slots = _allocate(device, layout.slot_bytes)
+        self._resident_bytes = _as_bytes(_allocate(device, layout.resident_bytes))
+        self._slot_bytes = _as_bytes(self.slots)
+        self._buffer_bytes = _as_bytes(_allocate(device, buffer_bytes))
+
+    def slot(self, slot: int) -> Tensor:
+        """The bytes of `slot` (uint8)."""
+        place = self.layout.slots[slot]
+        return self._slot_bytes[place.offset : place.offset + place.num_bytes]
+
+    def slot_address(self, slot: int) -> int:
+        """Where `slot` begins."""
+        assert self.slots is not None
+        return self.slots.address + self.layout.slots[slot].offset
+
+    def shard_bytes(self) -> memoryview:
+        """This rank's chunks, writable: for the loader only."""
+        return memoryview(self.shards) if self.shards is not None else memoryview(bytearray())
+
+    def gathered(self, view: WeightView, slot: int) -> Tensor:
+        """The weight `view` of a unit that lies in `slot`."""
+        return weight_tensor(self.slot(slot), view)
+
+    def resident(self, view: WeightView) -> Tensor:
+        """The resident weight `view`."""
+        return weight_tensor(self._resident_bytes, view)
+
+    def resident_bytes(self, view: WeightView) -> memoryview:
+        """The bytes of the resident weight `view`, writable: for the loader only."""
+        return memoryview(self._resident_bytes[view.offset : view.offset + view.num_bytes].numpy())
+
+    def buffers(self, shape: StepShape) -> dict[str, Tensor]:
+        """Every buffer as a step of `shape` sees it: caches by their first `batch_size` rows."""
+        tensors = {}
+        for spec in self._buffer_specs[shape]:
+            begin = self._buffer_offsets[spec.name]
+            tensor = self._buffer_bytes[begin : begin + spec.num_bytes].view(torch_dtype(spec.dtype)).view(spec.shape)
+            tensors[spec.name] = tensor[: shape.batch_size] if spec.role == "cache" else tensor
+        return tensors
+
+    def buffer_table(self) -> tuple[BufferRow, ...]:
+        """Everything a captured graph can see, by address."""
+        rows = [
+            BufferRow(name, "memory", memory.address, memory.num_bytes)
+            for name, memory in (("shards", self.shards), ("slots", self.slots))
+            if memory is not None
+        ]
+        if self._resident_bytes.numel():
+            rows.append(BufferRow("resident", "memory", self._resident_bytes.data_ptr(), self._resident_bytes.numel()))
+        largest: dict[str, BufferSpec] = {}
+        for specs in self._buffer_specs.values():
+            for spec in specs:
+                if spec.name not in largest or spec.num_bytes > largest[spec.name].num_bytes:
+                    largest[spec.name] = spec
+        base = self._buffer_bytes.data_ptr()
+        for name, spec in largest.items():
+            rows.append(BufferRow(name, spec.role, base + self._buffer_offsets[name], spec.num_bytes))
+        return tuple(sorted(rows, key=lambda row: row.address))
+
+    def snapshot_buffers(self) -> Tensor:
+        """A copy of all buffers, to be put back after compute was recorded on them."""
+        return self._buffer_bytes.clone()
+
+    def restore_buffers(self, snapshot: Tensor) -> None:
+        """Put a snapshot back."""
+        self._buffer_bytes.copy_(snapshot)
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype called `name`; SpecError if this torch has none."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise SpecError(f"torch {torch.__version__} has no dtype {name!r}: keep the weight as uint8 bytes")
+    return dtype
+
+
+def weight_tensor(base: Tensor, view: WeightView) -> Tensor:
+    """The weight `view` as a tensor over the bytes `base`, with the strides it was stored with."""
+    flat = base[view.offset : view.offset + view.num_bytes].view(torch_dtype(view.dtype))
+    if view.strides is None:
+        return flat.view(view.shape)
+    return flat.as_strided(view.shape, view.strides, flat.storage_offset())
+
+
+def _allocate(device: Device, num_bytes: int, *, exportable: bool = False) -> Memory | None:
+    return device.allocate(num_bytes, exportable) if num_bytes else None
+
+
+def _as_bytes(memory: Memory | None) -> Tensor:
+    if memory is None:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(memory, dtype=torch.uint8, count=memory.num_bytes)
+
+
+def _buffer_offsets(specs: Mapping[StepShape, Sequence[BufferSpec]]) -> tuple[dict[str, int], int]:
+    """Where each buffer begins, and the size of all: each is as large as its largest step shape makes it."""
+    sizes: dict[str, int] = {}
+    caches: dict[str, BufferSpec] = {}
+    for shape, declared in specs.items():
+        for spec in declared:
+            if spec.role == "cache" and caches.setdefault(spec.name, spec) != spec:
+                raise SpecError(
+                    f"cache {spec.name} has shape {spec.shape} at step shape {shape} and "
+                    f"{caches[spec.name].shape} at another: declare it for the largest step shape"
+                )
+            sizes[spec.name] = max(sizes.get(spec.name, 0), spec.num_bytes)
+    offsets, end = {}, 0
+    for name, size in sizes.items():
+        offsets[name] = end
+        end += align_up(size, BUFFER_ALIGNMENT_BYTES)
+    return offsets, end
+
+
+def _refuse_if_too_large(device: Device, sizes: Mapping[str, int]) -> None:
+    need, free = sum(sizes.values()), device.free_bytes()
+    if need > free:
+        parts = " + ".join(f"{size / 2**30:.2f} {name}" for name, size in sizes.items() if size)
+        raise DeviceError(
+            f"not enough memory on {device.name}: {need / 2**30:.2f} GiB are needed ({parts}), "
+            f"{free / 2**30:.2f} GiB are free; nothing was reserved. Use more ranks, fewer step shapes, a shorter cache"
+        )

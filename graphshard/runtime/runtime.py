@@ -1,0 +1,297 @@
+"""The runtime: a plan's programs bound to one rank's memory, run eagerly or captured and replayed.
+
+    verify -> reserve -> load -> bind -> capture -> step
+
+All sizes are known from the plan; a step allocates nothing. One lock serialises threads; the compute stream orders
+runs, replays and prefetches.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from types import TracebackType
+
+from torch import Tensor
+
+from graphshard._core import Calls, Driver, Event, Stream
+from graphshard.comm.control import ControlTable
+from graphshard.comm.group import Group
+from graphshard.comm.pull import PullTransport
+from graphshard.core.errors import CommError, DeviceError, ProgramError, SpecError
+from graphshard.core.layout import Layout
+from graphshard.core.lowering import Record
+from graphshard.core.ops import AgLaunch
+from graphshard.core.plan import Plan
+from graphshard.core.program import Program
+from graphshard.core.specs import BufferRole, ModelSpec, StepShape
+from graphshard.runtime.bind import BoundProgram, Hooks, bind_program
+from graphshard.runtime.compute import ComputeTable
+from graphshard.runtime.graphs import StepGraph
+from graphshard.runtime.memory import BufferRow, RuntimeMemory
+from graphshard.runtime.slots import SlotTable
+
+
+class Runtime:
+    """One rank's runtime. Built by `graphshard.compile`; close it, or use it as a context manager."""
+
+    def __init__(
+        self,
+        *,
+        group: Group,
+        model: ModelSpec,
+        plan: Plan,
+        layout: Layout,
+        programs: Mapping[StepShape, Program],
+        driver: Driver,
+        memory: RuntimeMemory,
+        transport: PullTransport,
+        control: ControlTable,
+        compute: ComputeTable,
+        buffer_roles: Mapping[str, BufferRole],
+        hooks: Hooks,
+        timeout_s: float,
+    ) -> None:
+        self.group, self.model, self.plan, self.layout = group, model, plan, layout
+        self.programs, self.driver, self.hooks, self.timeout_s = dict(programs), driver, hooks, timeout_s
+        self._memory, self._transport, self._control, self._compute = memory, transport, control, compute
+        self._buffer_roles = dict(buffer_roles)
+        self._lock = threading.RLock()
+        self._streams: dict[str, Stream] = {}
+        self._graphs: dict[StepShape, StepGraph] = {}
+        self._bound: dict[StepShape, BoundProgram] = {}
+        self._eager: dict[StepShape, Calls] = {}
+        self._num_steps = 0
+        self._closed = False
+        self._late = False
+        self._bind()
+
+    # --- stepping ---
+
+    def run(self, batch_size: int, tokens_per_sequence: int = 1) -> dict[str, Tensor]:
+        """Run one step eagerly on what the inputs hold now; returns the outputs (static tensors).
+
+        Order, blocking and errors are those of `StepGraph.replay`: it is the same list, issued instead of launched.
+        """
+        shape = self._known(StepShape(batch_size, tokens_per_sequence))
+        with self._lock:
+            self._check_open()
+            bound = self._bound[shape]
+            if shape not in self._eager:
+                self._eager[shape] = self._compute.eager(shape, bound.computes)
+            calls = self._eager[shape]
+            self.step(shape, bound, lambda: bound.op_list.issue(calls), None, calls)
+        return self.buffers(shape, "output")
+
+    def capture(self, shapes: Iterable[StepShape] = ()) -> None:
+        """Capture the step shapes (all of the plan's if none are given), largest first; captured ones are kept.
+
+        Raises:
+            DeviceError: a segment does what no capture permits, or another capture is open in this process.
+        """
+        with self._lock:
+            self._check_open()
+            for shape in sorted(map(self._known, shapes or self.programs), reverse=True):
+                if shape not in self._graphs:
+                    bound = self._bound[shape]
+                    calls = self._compute.captured(shape, bound.computes)
+                    self._graphs[shape] = StepGraph(self, shape, bound, calls, self.plan.executor)
+
+    def graph(self, batch_size: int, tokens_per_sequence: int = 1) -> StepGraph:
+        """The smallest captured step that fits `batch_size` sequences of `tokens_per_sequence` tokens.
+
+        Raises:
+            SpecError: none was captured that is large enough.
+        """
+        fitting = [
+            shape
+            for shape in self._graphs
+            if shape.batch_size >= batch_size and shape.tokens_per_sequence == tokens_per_sequence
+        ]
+        if not fitting:
+            known = ", ".join(map(str, sorted(self._graphs))) or "none"
+            raise SpecError(
+                f"no captured step fits {StepShape(batch_size, tokens_per_sequence)}; captured: {known}. "
+                "Add it to capture_sizes, or call Runtime.capture"
+            )
+        return self._graphs[min(fitting)]
+
+    def prefetch(self, batch_size: int, tokens_per_sequence: int = 1) -> None:
+        """Gather what the next step of this shape expects in its slots, now, on a stream of its own.
+
+        Order:   after the last step, beside whatever comes next on other streams; the step waits for it.
+        Blocks:  no.
+        Capture: no: it is the part of a step that lies outside its graph.
+        """
+        shape = self._known(StepShape(batch_size, tokens_per_sequence))
+        with self._lock:
+            self._check_open()
+            self._slots.prefetch(self.programs[shape])
+
+    def step(
+        self,
+        shape: StepShape,
+        bound: BoundProgram,
+        launch: Callable[[], None],
+        outputs_ready: Event | None,
+        calls: Calls,
+    ) -> None:
+        """One step, eager or captured: prime, launch, wait for the outputs. Used by `run` and `StepGraph.replay`."""
+        with self._lock:
+            self._check_open()
+            self._slots.enter(bound.program)
+            try:
+                launch()
+                self._slots.leave(bound.program)
+                self._num_steps += 1
+                if outputs_ready is None:
+                    done = bound.op_list.wait_event(bound.lowered.outputs_event, self.timeout_s)
+                else:
+                    done = outputs_ready.synchronize(self.timeout_s)
+                if not done:
+                    self._late = True
+                    raise CommError(self._late_text(shape, bound, outputs_ready is None))
+                calls.check()
+            except BaseException:
+                self._slots.forget()
+                raise
+            self._control.mine.set_progress(self._num_steps, len(bound.program.ops))
+
+    # --- what is where ---
+
+    @property
+    def rank(self) -> int:
+        """This process's (or thread's) rank in the shard group."""
+        return self.group.rank
+
+    @property
+    def num_steps(self) -> int:
+        """Steps launched so far, eager and captured."""
+        return self._num_steps
+
+    @property
+    def num_primes(self) -> int:
+        """Gathers that the host issued outside programs so far."""
+        return self._slots.num_primes
+
+    @property
+    def held(self) -> tuple[int | None, ...]:
+        """The unit that each slot holds between steps (None: nothing can be relied on)."""
+        return self._slots.held
+
+    def buffers(self, shape: StepShape, role: BufferRole) -> dict[str, Tensor]:
+        """The static tensors of one role as a step of `shape` sees them."""
+        tensors = self._memory.buffers(self._known(shape))
+        return {name: tensor for name, tensor in tensors.items() if self._buffer_roles[name] == role}
+
+    def buffer_table(self) -> tuple[BufferRow, ...]:
+        """Everything a captured graph can see: name, role, address and bytes. Equal before and after any step."""
+        return self._memory.buffer_table()
+
+    def generations(self) -> tuple[int, ...]:
+        """One number per mapping that the graphs rely on; a remapped window has another."""
+        return self._transport.generations()
+
+    # --- the end ---
+
+    def close(self) -> None:
+        """Give everything back. Local, bounded, idempotent; peers may go on.
+
+        # Note [teardown order]: graphs hold addresses, so they go first; then the op lists with their streams, then
+        # peers' windows, then our own memory (its views keep it mapped until the last of them dies).
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            for stream in self._streams.values():
+                stream.synchronize(self.timeout_s)
+            for graph in self._graphs.values():
+                graph.close()
+            self._graphs.clear()
+            self._eager.clear()
+            self._bound.clear()
+            self._control.mine.set_state(2)
+            self._transport.close()
+            self._streams.clear()
+
+    def __enter__(self) -> Runtime:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # --- inside ---
+
+    def _bind(self) -> None:
+        names = ["compute", "copy", *(f"copy{i}" for i in range(1, self.plan.num_copy_streams)), "copy_own", "prefetch"]
+        self._streams = {name: Stream(self.driver) for name in names}
+        by_digest: dict[str, BoundProgram] = {}
+        for shape, program in self.programs.items():
+            if program.digest not in by_digest:
+                by_digest[program.digest] = bind_program(
+                    self.driver,
+                    program,
+                    self._streams,
+                    self._memory,
+                    self._transport,
+                    num_copy_streams=self.plan.num_copy_streams,
+                    hooks=self.hooks,
+                )
+            self._bound[shape] = by_digest[program.digest]
+        self._slots = SlotTable(
+            self.driver,
+            len(self.layout.slots),
+            self._streams["compute"],
+            self._streams["prefetch"],
+            self._memory,
+            self._transport,
+            self.hooks,
+        )
+
+    def check_gathers(self) -> None:
+        """Gather every unit once and compare each rank's chunk with its owner's checksum.
+
+        Raises:
+            CommError: naming the reading rank, the source rank and the unit.
+        """
+        for slot, unit in {r.unit: (r.slot, r.unit) for r in self.plan.residencies}.values():
+            self._slots.gather([AgLaunch(unit, slot, "prefetch")])
+            if not self._streams["prefetch"].synchronize(self.timeout_s):
+                raise CommError(
+                    f"rank {self.rank} waited {self.timeout_s:.1f} s for unit {unit} at bind; "
+                    "a peer's memory does not answer"
+                )
+            self._transport.verify_unit(unit, memoryview(self._memory.slot(slot).numpy()))
+        self._slots.forget()
+
+    def _known(self, shape: StepShape) -> StepShape:
+        if shape not in self.programs:
+            known = ", ".join(map(str, sorted(self.programs)))
+            raise SpecError(f"step shape {shape} is not among the plan's: {known}; add it to capture_sizes")
+        return shape
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ProgramError("this runtime is closed; compile the model again")
+        if self._late:
+            if not self._streams["compute"].is_idle():
+                raise DeviceError(
+                    f"rank {self.rank}: the step that did not end within {self.timeout_s:.1f} s is still running; "
+                    "close the runtime, or wait for it"
+                )
+            self._late = False
+
+    def _late_text(self, shape: StepShape, bound: BoundProgram, eager: bool) -> str:
+        where = ""
+        if eager:
+            for op in bound.lowered.ops:
+                if isinstance(op, Record) and op.op >= 0 and not bound.op_list.event_done(op.event):
+                    where = f"; the first op that is not done is op {op.op} {bound.program.ops[op.op]}"
+                    break
+        return (
+            f"rank {self.rank} waited {self.timeout_s:.1f} s for step {self._num_steps} of shape {shape} "
+            f"({'eager' if eager else 'graph'}){where}; peers: {self._control.describe()}"
+        )

@@ -1,0 +1,93 @@
+"""What the slots hold between steps, and the gathers that the host issues from outside.
+
+A program states what its slots must hold when it begins. Before each run and replay the table is compared with that
+statement, and what differs is gathered from outside: the first step, another step shape, a step after an error.
+"""
+
+from __future__ import annotations
+
+from graphshard._core import Calls, Driver, Event, OpList, Stream
+from graphshard.comm.pull import PullTransport
+from graphshard.core.ops import AgLaunch
+from graphshard.core.program import Program
+from graphshard.runtime.bind import Hooks, bind_gather
+from graphshard.runtime.memory import RuntimeMemory
+
+
+class SlotTable:
+    """Which unit each slot holds, as far as is known on the host, in the order in which work was enqueued."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        num_slots: int,
+        compute: Stream,
+        prefetch: Stream,
+        memory: RuntimeMemory,
+        transport: PullTransport,
+        hooks: Hooks,
+    ) -> None:
+        self._driver = driver
+        self._held: list[int | None] = [None] * num_slots
+        self._compute, self._prefetch = compute, prefetch
+        self._memory, self._transport, self._hooks = memory, transport, hooks
+        self._last_use, self._arrived = Event(driver), Event(driver)
+        self._gathers: dict[AgLaunch, OpList] = {}
+        self._no_calls = Calls([])
+        self._used = False
+        self._in_flight = False
+        self.num_primes = 0
+        """Gathers issued from outside so far (the head policy `outside` counts one a step)."""
+
+    @property
+    def held(self) -> tuple[int | None, ...]:
+        """Slot by slot, the unit it holds; None where nothing can be relied on."""
+        return tuple(self._held)
+
+    def forget(self) -> None:
+        """After an error, or while a step runs: nothing can be relied on."""
+        self._held = [None] * len(self._held)
+
+    def enter(self, program: Program) -> None:
+        """Make the slots hold what `program` expects: `compute` waits for gathers in flight and for those still due."""
+        self.prefetch(program)
+        if self._in_flight:
+            self._compute.wait(self._arrived)
+            self._in_flight = False
+
+    def prefetch(self, program: Program) -> None:
+        """Begin to gather what `program` expects and the slots do not hold."""
+        self.gather(
+            [
+                AgLaunch(unit, slot, "prefetch")
+                for slot, unit in enumerate(program.entry)
+                if unit is not None and self._held[slot] != unit
+            ]
+        )
+
+    def leave(self, program: Program) -> None:
+        """`program` was enqueued on `compute`: when it ends, the slots hold what it says."""
+        self._held = list(program.exit)
+        self._compute.record(self._last_use)
+        self._used = True
+
+    def gather(self, launches: list[AgLaunch]) -> None:
+        """Gather on the prefetch stream; the next `enter` makes `compute` wait for it.
+
+        Order:   after the last program enqueued, beside whatever else `compute` does.
+        Blocks:  the prefetch stream only.
+        """
+        if not launches:
+            return
+        if self._used:
+            self._prefetch.wait(self._last_use)
+        for launch in launches:
+            if launch not in self._gathers:
+                self._gathers[launch] = bind_gather(
+                    self._driver, launch, self._prefetch, self._memory, self._transport, self._hooks
+                )
+            self._gathers[launch].issue(self._no_calls)
+            self._held[launch.slot] = launch.unit
+            self.num_primes += 1
+        self._prefetch.record(self._arrived)
+        self._in_flight = True
