@@ -153,11 +153,11 @@ class Group:
         mesh_ranks = [self._mesh_ranks[rank] for rank in members]
         return Group(self._mesh, mesh_ranks, timeout_s=self.timeout_s, local_rank=self.local_rank, path=path)
 
-    def close(self) -> None:
-        """Leave, at once and without asking anybody; idempotent. Ranks that wait for this one are told."""
+    def close(self, reason: str = "") -> None:
+        """Leave, at once and without asking anybody; idempotent. Ranks that wait for this one are told the reason."""
         self._is_closed = True
         if "/" not in self._path:
-            self._mesh.close()
+            self._mesh.close(reason)
 
     def __enter__(self) -> Group:
         return self
@@ -165,7 +165,7 @@ class Group:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.close()
+        self.close("" if error is None else f"{type(error).__name__}: {error}".splitlines()[0])
 
 
 class LocalGroup(list[Group]):

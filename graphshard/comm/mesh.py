@@ -92,8 +92,8 @@ class Mesh:
         if tag in self._failures:
             raise CommError(f"the group of rank {self.rank} failed before and is of no more use: {self._failures[tag]}")
 
-    def close(self) -> None:
-        """Say goodbye as far as the sockets take it, and release everything. Idempotent, never waits for a peer."""
+    def close(self, reason: str = "") -> None:
+        """Say goodbye with a reason, as far as the sockets take it, and release everything. Idempotent, never waits."""
         if os.getpid() != self._owner_pid:  # a fork: its peers still talk to the parent, its lock may be stuck
             self._is_closed = True
             self._finalizer()
@@ -101,17 +101,14 @@ class Mesh:
         with self._changed:
             if not self._is_closed:
                 for channel in self._channels.values():
-                    channel.post(Frame(Kind.BYE, 0, 0, "", b""))
+                    channel.post(Frame(Kind.BYE, 0, 0, "", reason.encode()))
             self._is_closed = True
             self._changed.notify_all()
             self._finalizer()
 
     def describe(self, rank: int) -> str:
         """`rank 3 (pid 4711, stopped)`."""
-        process = self.processes[rank]
-        if process.pid == self._owner_pid:
-            return f"rank {rank} (a thread of this process)"
-        return f"rank {rank} (pid {process.pid}, {process.state()})"
+        return self._who(rank, f", {self.processes[rank].state()}")
 
     def deliver(self, peer: int, frames: Sequence[Frame]) -> None:
         """Sort what came from `peer` into the mailbox."""
@@ -121,9 +118,14 @@ class Mesh:
             elif frame.kind is Kind.FAILED:
                 self._failures.setdefault(frame.tag, frame.payload.decode())
             else:
-                self._gone[peer] = "closed its group"
+                reason = frame.payload.decode()
+                self._gone[peer] = "closed its group" + (f" after {reason}" if reason else "")
         if not self._channels[peer].is_open:
             self._gone.setdefault(peer, "died")
+
+    def _who(self, rank: int, state: str = "") -> str:
+        process = self.processes[rank]
+        return f"rank {rank} " + ("(a thread)" if process.pid == self._owner_pid else f"(pid {process.pid}{state})")
 
     def _waiting_for(self, call: Call, posted: Mapping[int, Outgoing]) -> list[int]:
         """Peers whose frame is not here, or that have not taken ours (no one may leave before that)."""
@@ -140,7 +142,7 @@ class Mesh:
             raise CommError(self._failures[call.tag])
         gone = [peer for peer in waiting if peer in self._gone]
         if gone:
-            what = "; ".join(f"rank {peer} (pid {self.processes[peer].pid}) {self._gone[peer]}" for peer in gone)
+            what = "; ".join(f"{self._who(peer)} {self._gone[peer]}" for peer in gone)
             self._fail(call, f"{what} while rank {self.rank} waited in {call}")
 
     def _fail(self, call: Call, text: str) -> None:

@@ -14,6 +14,7 @@ import os
 import select
 import socket
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,8 +29,8 @@ _RETRY_S = 0.02
 _GRACE_S = 1.0  # a rank that reached rank 0 waits this much longer than it: rank 0 knows who is missing
 
 
-def init_group(timeout_s: float = DEFAULT_TIMEOUT_S) -> Group:
-    """The group of all processes of this job, from torchrun's environment variables.
+def init_group(timeout_s: float = DEFAULT_TIMEOUT_S, environ: Mapping[str, str] = os.environ) -> Group:
+    """The group of all processes of this job, from torchrun's environment variables (`environ`).
 
     Collective: returns when all ranks have come. `timeout_s` bounds this and every later wait.
 
@@ -39,7 +40,7 @@ def init_group(timeout_s: float = DEFAULT_TIMEOUT_S) -> Group:
     """
     if not timeout_s > 0:
         raise SpecError(f"timeout_s={timeout_s} is not a time to wait: give seconds above 0")
-    environment = RankEnvironment.read()
+    environment = RankEnvironment.read(environ)
     if environment.world_size == 1:
         mesh = Mesh(0, {}, [ProcessId.of(os.getpid())], new_job_name())
     elif environment.rank == 0:
