@@ -1,0 +1,1 @@
+"""Measurements as functions: the command line, the demo and `bench/` call them, with raw samples kept."""

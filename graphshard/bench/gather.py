@@ -1,0 +1,178 @@
+"""What a gather costs beside its yardsticks: C's memcpy of as many bytes, and gloo's all-gather.
+
+Every sample gathers several units into as many slots, more bytes than the last-level cache holds, so each one is cold.
+All ranks work at once, from a barrier on; the slowest rank's time counts. The yardsticks take turns within one run and
+write to the same slots.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+from graphshard._core import Calls, Memory, OpList, Stream, memcpy
+from graphshard.bench.stats import summarize
+from graphshard.comm.group import Group
+from graphshard.comm.pull import PullTransport
+from graphshard.core.errors import CommError
+from graphshard.core.layout import Layout, build_layout
+from graphshard.core.specs import DeviceSpec
+from graphshard.device import Device, open_device
+from graphshard.schedule.auto import make_plan
+from graphshard.schedule.synthetic import synthetic_model
+
+PEERS = ("memcpy", "gloo")
+COLD_BYTES = 96 * 2**20
+"""Bytes gathered in one sample, at least: three times the last-level cache of the machines we know."""
+NUM_WARMUPS = 2
+
+
+@dataclass(frozen=True)
+class GatherRequest:
+    """What to measure."""
+
+    sizes: Sequence[int]
+    peers: Sequence[str] = PEERS
+    num_repeats: int = 20
+    cold_bytes: int = COLD_BYTES
+    timeout_s: float = 60.0
+
+
+def measure_gather(group: Group, request: GatherRequest) -> list[dict[str, object]]:
+    """Rows `{num_bytes, what, us, GBps, ...}`, equal on all ranks (collective)."""
+    device = open_device("host")
+    with tempfile.TemporaryDirectory() as folder:
+        if "gloo" in request.peers:
+            _open_gloo(group, folder, request.timeout_s)
+        try:
+            return [row for size in request.sizes for row in _measure_size(group, device, size, request)]
+        finally:
+            if "gloo" in request.peers:
+                torch.distributed.destroy_process_group()
+
+
+class _Arena:
+    """Chunks, slots and plain sources of `count` units of `num_bytes`."""
+
+    def __init__(self, group: Group, device: Device, num_bytes: int, count: int) -> None:
+        model = synthetic_model(count, (("proj", (num_bytes,)),), dtype="uint8")
+        spec = DeviceSpec(kind="host", name="bench", memory_bytes=2**62)
+        self.layout: Layout = build_layout(
+            model, make_plan(model, group.world_size, spec, units="weight", prefetch_depth=0, min_shard_bytes=0)
+        )
+        self.stride = self.layout.units[0].num_bytes
+        self.count, self.num_bytes = count, num_bytes
+        self.shards = device.allocate(self.layout.shard_bytes, exportable=True)
+        self.slots = device.allocate(self.stride * count, exportable=False)
+        self.sources = device.allocate(self.stride * count, exportable=False)
+        window = torch.frombuffer(self.shards, dtype=torch.uint8)
+        window.copy_(torch.arange(window.numel(), dtype=torch.int64).mul_(2 * group.rank + 3).to(torch.uint8))
+        torch.frombuffer(self.sources, dtype=torch.uint8).fill_(1)
+        checksums = [zlib.crc32(memoryview(self.chunk(unit).numpy())) for unit in range(count)]
+        self.transport = PullTransport(device, group, self.layout, self.shards, checksums)
+
+    def chunk(self, unit: int) -> torch.Tensor:
+        """This rank's chunk of `unit`."""
+        place = self.layout.units[unit]
+        return _view(self.shards, place.chunk_offset, place.chunk_bytes)
+
+    def slot(self, unit: int) -> torch.Tensor:
+        """Where `unit` is gathered."""
+        return _view(self.slots, unit * self.stride, self.stride)
+
+    def check(self) -> None:
+        """CommError unless every slot holds what the ranks loaded."""
+        for unit in range(self.count):
+            self.transport.verify_unit(unit, memoryview(self.slot(unit).numpy()))
+
+
+def _measure_size(group: Group, device: Device, size: int, request: GatherRequest) -> list[dict[str, object]]:
+    arena = _Arena(group, device, size, max(2, -(-request.cold_bytes // size)))
+    stream = Stream(device.driver)
+    runs = _variants(arena, stream, device, request)
+    samples: dict[str, list[float]] = {what: [] for what in runs}
+    order = list(runs)
+    for repeat in range(NUM_WARMUPS + request.num_repeats):
+        for what in order[repeat % len(order) :] + order[: repeat % len(order)]:  # none is always first
+            group.barrier(what)
+            begin = time.perf_counter()
+            runs[what]()
+            elapsed = time.perf_counter() - begin
+            if what != "memcpy" and repeat == 0:
+                arena.check()
+            if repeat >= NUM_WARMUPS:
+                samples[what].append(elapsed * 1e6 / arena.count)
+    gathered = group.all_gather(samples, name=f"samples of {size} B")
+    arena.transport.close()
+    slowest = {what: [max(both) for both in zip(*(g[0][what] for g in gathered), strict=True)] for what in runs}  # type: ignore[index]
+    return [_row(size, what, arena, slowest) for what in runs]
+
+
+def _variants(arena: _Arena, stream: Stream, device: Device, request: GatherRequest) -> dict[str, Callable[[], None]]:
+    units = range(arena.count)
+    copies = [
+        copy.bound(0)
+        for unit in units
+        for copy in arena.transport.copies(unit, arena.slots.address + unit * arena.stride)
+    ]
+    graph = OpList(device.driver, [stream], 0, copies).capture(Calls([]))
+    launcher = graph.instantiate("cooperative")
+
+    def pull() -> None:
+        launcher.launch(stream)
+        if not stream.synchronize(request.timeout_s):
+            raise CommError(f"{arena.count} gathers did not end within {request.timeout_s:.1f} s")
+
+    def copy() -> None:
+        for unit in units:
+            offset = unit * arena.stride
+            memcpy(arena.slots.address + offset, arena.sources.address + offset, arena.num_bytes)
+
+    def gloo() -> None:
+        for unit in units:
+            torch.distributed.all_gather_into_tensor(arena.slot(unit), arena.chunk(unit))
+
+    known = {"memcpy": copy, "gloo": gloo}
+    return {"pull": pull, **{peer: known[peer] for peer in request.peers}}
+
+
+def _row(size: int, what: str, arena: _Arena, slowest: dict[str, list[float]]) -> dict[str, object]:
+    summary = summarize(slowest[what])
+    row: dict[str, object] = {
+        "num_bytes": size,
+        "what": what,
+        "us": summary.median,
+        "p10_us": summary.p10,
+        "p90_us": summary.p90,
+        "n": summary.n,
+        "GBps": size / summary.median / 1e3,
+        "units_per_sample": arena.count,
+        "samples_us": slowest[what],
+    }
+    if what != "memcpy" and "memcpy" in slowest:
+        row["share_of_memcpy"] = summarize(slowest["memcpy"]).median / summary.median
+    return row
+
+
+def _view(memory: Memory, offset: int, num_bytes: int) -> torch.Tensor:
+    return torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes, offset=offset)
+
+
+def _open_gloo(group: Group, folder: str, timeout_s: float) -> None:
+    """Open gloo over a file that rank 0 names: no port to collide with."""
+    told = group.all_gather(folder, name="gloo's folder")
+    store = Path(str(told[0][0])) / "store"
+    torch.distributed.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=group.rank,
+        world_size=group.world_size,
+        timeout=timedelta(seconds=timeout_s),
+    )

@@ -1,0 +1,96 @@
+"""`graphshard bench`: what the pieces cost on this machine, each beside its yardstick."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import click
+
+from graphshard.bench.compile import CompileRequest, measure_compile
+from graphshard.bench.stats import summarize
+from graphshard.cli.common import Names, Output, Sizes, answering
+from graphshard.comm.launch import raise_first_failure, run_ranks
+from graphshard.core.sizes import format_bytes
+from graphshard.report.tables import table_of
+
+
+@click.group("bench")
+def command() -> None:
+    """Measure one piece at a time. Raw samples are in the JSON."""
+
+
+@command.command("gather")
+@click.option("--world-size", default=2, show_default=True)
+@click.option("--sizes", type=Sizes(), default="1MiB,14MiB,64MiB", show_default=True, help="Bytes of a unit.")
+@click.option("--peers", type=Names(("memcpy", "gloo")), default="memcpy,gloo", show_default=True)
+@click.option("--repeats", default=20, show_default=True, help="Samples of each.")
+@answering
+def gather(out: Output, world_size: int, sizes: list[int], peers: list[str], repeats: int) -> None:
+    """Gather units over rank processes, beside C's memcpy of as many bytes and gloo's all-gather.
+
+    GBps is bytes of the unit / time (1e9). All ranks work at once, on slots that are not in any cache.
+    """
+    request = {"sizes": sizes, "peers": peers, "num_repeats": repeats}
+    results = run_ranks("graphshard.cli.ranks:gather", world_size, arguments=[request], timeout_s=600)
+    raise_first_failure(results)
+    rows: list[dict[str, Any]] = results[0].value
+    shown = [{**row, "size": format_bytes(row["num_bytes"]), "spread": _spread(row)} for row in rows]
+    columns = {"size": "unit", "what": "what", "us": "us", "spread": "p10-p90", "GBps": "GB/s"}
+    out.say(table_of(shown, {**columns, "share_of_memcpy": "x memcpy"}, f"gather, {world_size} ranks"))
+    out.emit(rows, world_size=world_size)
+
+
+@command.command("dispatch")
+@click.option("--units", default=200, show_default=True, help="Units of a step, 4 ops each.")
+@click.option("--unit-size", type=Sizes(), default="4KiB", show_default=True)
+@click.option("--prefetch-depth", default=0, show_default=True)
+@click.option("--world-size", default=2, show_default=True, help="Ranks, as threads; rank 0 steps.")
+@click.option("--repeats", default=50, show_default=True)
+@answering
+def dispatch(out: Output, units: int, unit_size: list[int], prefetch_depth: int, world_size: int, repeats: int) -> None:
+    """Time an op that does nothing: eager issue and captured replay, launch and synchronise included.
+
+    An op is one of a unit's four (ag_launch, wait_once, gemm, record_gate); the gemm is a C function that returns.
+    """
+    from graphshard.bench.dispatch import DispatchRequest, measure_dispatch  # imports torch
+    from graphshard.bench.threads import run_threads
+
+    if len(unit_size) != 1:
+        raise click.UsageError("--unit-size takes one size")
+    request = DispatchRequest(units, unit_size[0], prefetch_depth, repeats)
+    rows = run_threads(lambda group: measure_dispatch(group, request), world_size)[0]
+    columns = {"run": "run", "executor": "executor", "ns_per_op": "ns/op", "p10_ns": "p10", "p90_ns": "p90", "n": "n"}
+    out.say(table_of(rows, columns, f"dispatch, {units} units, {4 * units} ops"))
+    out.emit(rows, gemm="C function (free(NULL))", ops_per_unit=4, **asdict(request))
+
+
+@command.command("compile")
+@click.option("--layers", default=93, show_default=True)
+@click.option("--capture-sizes", default=16, show_default=True, help="Step shapes: batch sizes 1 to this.")
+@click.option("--world-size", default=8, show_default=True)
+@click.option("--units", default="layer", show_default=True)
+@click.option("--prefetch-depth", default=1, show_default=True)
+@click.option("--head", type=click.Choice(["inside", "outside", "tail"]), default="inside", show_default=True)
+@click.option("--repeats", default=3, show_default=True)
+@answering
+def compile_(
+    out: Output,
+    layers: int,
+    capture_sizes: int,
+    world_size: int,
+    units: str,
+    prefetch_depth: int,
+    head: str,
+    repeats: int,
+) -> None:
+    """Time plan, layout, programs and verification of all step shapes; a layer has an 8B llama's nine weights."""
+    request = CompileRequest(layers, capture_sizes, world_size, units, prefetch_depth, head)
+    rows = [measure_compile(request) for _ in range(repeats)]
+    columns = {"total_s": "total s", "plan_s": "plan", "layout_s": "layout", "programs_s": "programs"}
+    out.say(table_of(rows, {**columns, "verify_s": "verify", "num_units": "units", "num_ops": "ops"}, "compile"))
+    out.emit(rows, total_s=summarize([float(str(row["total_s"])) for row in rows]).median)
+
+
+def _spread(row: dict[str, Any]) -> str:
+    return f"{row['p10_us']:,.0f}-{row['p90_us']:,.0f}"

@@ -1,0 +1,179 @@
+"""What every command shares: `--json` and `--debug`, errors in one line, exit codes.
+
+Exit codes: 0 yes, 1 the answer is no, 2 bad request, 3 this machine cannot. 70 is a fault of ours (`--debug` shows it).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+import click
+from rich.console import Console
+
+from graphshard.core.errors import GraphshardError
+from graphshard.core.sizes import parse_bytes
+from graphshard.report.machine import machine_facts
+
+EXIT_NO = 1
+EXIT_BAD_REQUEST = 2
+EXIT_CANNOT = 3
+EXIT_OUR_FAULT = 70
+
+Json = Mapping[str, Any]
+Command = Callable[..., bool | None]
+
+
+class Output:
+    """Where a command's answers go: text for people, one JSON object for programs.
+
+    With `--json -` standard output carries the JSON object alone; everything else goes to standard error.
+    """
+
+    def __init__(self, json_path: str | None, config: Json, json_file: TextIO, text_file: TextIO) -> None:
+        self.console = Console(file=text_file, soft_wrap=True, highlight=False)
+        self.config = dict(config)
+        self._json_path, self._json_file = json_path, json_file
+
+    @property
+    def wants_json(self) -> bool:
+        """Whether the answer is also wanted as JSON."""
+        return self._json_path is not None
+
+    def say(self, text: object = "") -> None:
+        """Print `text`, or anything rich can render, for people. Text is printed as it is, without markup."""
+        self.console.print(text, markup=False)
+
+    def emit(self, rows: Sequence[Json], **keys: Any) -> None:
+        """Write the JSON object if it was asked for: rows, machine, config, and the command's own `keys`."""
+        if self._json_path is None:
+            return
+        answer = {**keys, "rows": list(rows), "config": self.config, "machine": machine_facts()}
+        text = json.dumps(answer, indent=1, allow_nan=False, default=_json_value) + "\n"
+        if self._json_path == "-":
+            self._json_file.write(text)
+            self._json_file.flush()
+        else:
+            Path(self._json_path).write_text(text)
+
+
+def answering(function: Command) -> Callable[..., None]:
+    """Make `function(out, **options)` a command's body. It returns False for "the answer is no"."""
+
+    @click.option("--json", "json_path", metavar="FILE|-", help="Also write the answer as JSON; - is standard output.")
+    @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+    @functools.wraps(function)
+    def command(json_path: str | None, debug: bool, **options: Any) -> None:
+        config = {"command": click.get_current_context().command_path.split()[1:], **options}
+        with _streams(only_json=json_path == "-") as (json_file, text_file):
+            out = Output(json_path, config, json_file, text_file)
+            code = _run(lambda: function(out, **options), debug)
+        if code:
+            sys.exit(code)
+
+    return command
+
+
+class Sizes(click.ParamType[list[int]]):
+    """A list of sizes on the command line: `1MiB,14MiB,4096`."""
+
+    name = "size,..."
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[int]:
+        """The sizes in bytes; a bad one is a usage error."""
+        if not isinstance(value, str):
+            return list(value)
+        try:
+            return [parse_bytes(text) for text in value.split(",")]
+        except GraphshardError as error:
+            self.fail(str(error), param, ctx)
+
+
+class Names(click.ParamType[list[str]]):
+    """A list of names on the command line, each one of `known`: `memcpy,gloo`."""
+
+    name = "name,..."
+
+    def __init__(self, known: Sequence[str]) -> None:
+        self.known = tuple(known)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[str]:
+        """The names; an unknown one is a usage error that lists the known."""
+        names = value.split(",") if isinstance(value, str) else list(value)
+        names = [name for name in names if name]
+        unknown = [name for name in names if name not in self.known]
+        if unknown:
+            self.fail(f"unknown: {', '.join(unknown)}; known: {', '.join(self.known)}", param, ctx)
+        return names
+
+
+def _run(body: Callable[[], bool | None], debug: bool) -> int:
+    try:
+        return EXIT_NO if body() is False else 0
+    except (click.ClickException, click.exceptions.Exit, click.Abort):
+        raise  # click's own: usage errors are exit code 2
+    except KeyboardInterrupt:
+        return 130  # as a shell reports SIGINT
+    except BrokenPipeError:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # nobody reads on: keep the interpreter's last flush quiet
+        return 141  # as a shell reports SIGPIPE
+    except Exception as error:
+        if debug:
+            traceback.print_exc(file=sys.stderr)
+        code = exit_code(error)
+        hint = "" if debug or code != EXIT_OUR_FAULT else " (--debug shows where)"
+        print(f"{type(error).__name__}: {error}{hint}", file=sys.stderr)
+        return code
+
+
+def exit_code(error: Exception) -> int:
+    """The exit code that an error deserves."""
+    if isinstance(error, GraphshardError):
+        return error.exit_code
+    if isinstance(error, MemoryError) or type(error).__name__ == "DriverError":
+        return EXIT_CANNOT
+    return EXIT_BAD_REQUEST if isinstance(error, OSError) else EXIT_OUR_FAULT
+
+
+@contextlib.contextmanager
+def _streams(only_json: bool) -> Iterator[tuple[TextIO, TextIO]]:
+    """(where JSON goes, where text goes). With `only_json`, descriptor 1 is standard error meanwhile.
+
+    Descriptors are exchanged, not only `sys.stdout`: rank processes and C libraries print too.
+    """
+    if not only_json:
+        yield sys.stdout, sys.stdout
+        return
+    real = sys.stdout
+    with contextlib.ExitStack() as stack:
+        json_file: TextIO = real
+        if (saved := _descriptor(real)) is not None:
+            real.flush()
+            json_file = stack.enter_context(os.fdopen(os.dup(saved), "w"))
+            keep = os.dup(saved)
+            stack.callback(os.close, keep)
+            stack.callback(os.dup2, keep, saved)
+            os.dup2(2, saved)
+        stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+        yield json_file, sys.stderr
+
+
+def _descriptor(file: TextIO) -> int | None:
+    try:
+        return file.fileno()
+    except (io.UnsupportedOperation, ValueError):
+        return None  # a test's or a notebook's stream: sys.stdout is all there is
+
+
+def _json_value(value: object) -> object:
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"{value!r} has no JSON form")

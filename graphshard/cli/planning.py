@@ -1,0 +1,122 @@
+"""Options that describe a plan, shared by commands that need no device: a synthetic model, or a folder's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from graphshard.core.errors import SpecError
+from graphshard.core.layout import Layout, build_layout
+from graphshard.core.plan import Plan
+from graphshard.core.program import Program
+from graphshard.core.specs import DeviceSpec, ModelSpec, StepShape
+from graphshard.schedule.auto import make_plan
+from graphshard.schedule.emit import emit_all
+from graphshard.schedule.synthetic import LLAMA_WEIGHTS, ONE_WEIGHT, synthetic_model
+
+ANY_DEVICE = DeviceSpec(kind="host", name="any", memory_bytes=2**62)
+"""For plans that are only looked at: it refuses none for its size."""
+
+Decorated = TypeVar("Decorated", bound=Callable[..., Any])
+
+
+class IntOrAuto(click.ParamType[int | str]):
+    """A number, or `auto`."""
+
+    name = "number|auto"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        """The number; a usage error if it is neither."""
+        if value == "auto" or isinstance(value, int):
+            return value  # type: ignore[no-any-return]  # click hands over what the option was given or defaults to
+        if not str(value).isdecimal():
+            self.fail(f"{value!r} is neither a number nor auto", param, ctx)
+        return int(value)
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What the options said."""
+
+    layers: int
+    weights: str
+    model: Path | None
+    world_size: int
+    units: str
+    prefetch_depth: int | str
+    num_slots: int | str
+    head: str
+    num_copy_streams: int
+    capture_sizes: int
+
+    def choices(self) -> dict[str, Any]:
+        """As `make_plan` takes them."""
+        return {
+            "units": self.units,
+            "prefetch_depth": self.prefetch_depth,
+            "num_slots": self.num_slots,
+            "head": self.head,
+            "num_copy_streams": self.num_copy_streams,
+            "step_shapes": [StepShape(b) for b in range(1, self.capture_sizes + 1)],
+        }
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The four nouns that need no device."""
+
+    model: ModelSpec
+    plan: Plan
+    layout: Layout
+    programs: dict[StepShape, Program]
+
+
+def plan_request(function: Decorated) -> Decorated:
+    """Add the options of `PlanRequest`."""
+    options = [
+        click.option("--layers", default=2, show_default=True, help="Layers of a synthetic model."),
+        click.option(
+            "--weights",
+            type=click.Choice(["one", "llama"]),
+            default="one",
+            show_default=True,
+            help="Weights of a synthetic layer: one, or the nine of an 8B llama.",
+        ),
+        click.option(
+            "--model",
+            type=click.Path(path_type=Path),
+            help="Folder of a llama checkpoint, instead of a synthetic model.",
+        ),
+        click.option("--world-size", default=2, show_default=True, help="Ranks that share one copy."),
+        click.option("--units", default="layer", show_default=True, help="layer, weight, bytes:CAP or auto."),
+        click.option("--prefetch-depth", type=IntOrAuto(), default="auto", show_default=True),
+        click.option("--num-slots", type=IntOrAuto(), default="auto", show_default=True),
+        click.option("--head", type=click.Choice(["inside", "outside", "tail"]), default="inside", show_default=True),
+        click.option("--num-copy-streams", default=1, show_default=True),
+        click.option("--capture-sizes", default=1, show_default=True, help="Step shapes: batch sizes 1 to this."),
+    ]
+    for option in reversed(options):
+        function = option(function)
+    return function
+
+
+def model_of(request: PlanRequest) -> ModelSpec:
+    """The model that the request names, as data."""
+    if request.model is not None:
+        from graphshard.models.llama import load_llama  # imports torch
+
+        return load_llama(request.model, max_batch_size=1).spec()
+    if request.layers < 1:
+        raise SpecError(f"--layers {request.layers}: a model has at least one")
+    return synthetic_model(request.layers, LLAMA_WEIGHTS if request.weights == "llama" else ONE_WEIGHT)
+
+
+def planned(request: PlanRequest) -> Planned:
+    """Model, plan, layout and programs. Not verified: `graphshard verify` does that."""
+    model = model_of(request)
+    plan = make_plan(model, request.world_size, ANY_DEVICE, **request.choices())
+    return Planned(model, plan, build_layout(model, plan), emit_all(model, plan))

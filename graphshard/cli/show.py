@@ -1,0 +1,107 @@
+"""`graphshard show`: any of the six nouns as text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import click
+
+from graphshard.cli.common import Output, answering
+from graphshard.cli.planning import Planned, PlanRequest, plan_request, planned
+from graphshard.core.lowering import Lowered, lower
+from graphshard.core.specs import StepShape
+
+NOUNS = ("model", "plan", "layout", "program", "bound", "graph")
+Rows = list[dict[str, Any]]
+
+
+@click.command("show")
+@click.argument("noun", type=click.Choice(NOUNS))
+@plan_request
+@click.option("--lowered", is_flag=True, help="With `program`: the list over streams and events that it stands for.")
+@answering
+def command(out: Output, noun: str, lowered: bool, **options: Any) -> None:
+    r"""Print NOUN as stable text.
+
+    \b
+    model    weights and segments
+    plan     what was chosen, and why
+    layout   where each byte lives
+    program  the op list of a step
+    bound    the op list over this machine's streams (small runtimes are built on the host device)
+    graph    the captured graph's nodes, by kind
+    """
+    request = PlanRequest(**options)
+    if lowered and noun != "program":
+        raise click.UsageError(f"--lowered goes with program, not with {noun}")
+    if noun in ("bound", "graph"):
+        _show_on_device(out, noun, request)
+        return
+    made = planned(request)
+    if noun == "program":
+        _show_program(out, made, request, lowered)
+        return
+    value: Any = getattr(made, noun)
+    out.say(value.text().rstrip())
+    out.emit(rows_of(value), noun=noun, text=value.text(), digest=value.digest)
+
+
+def rows_of(value: Any) -> Rows:
+    """The parts of a noun as flat rows: each tuple of dataclasses in it, one row an item."""
+    rows: Rows = []
+    for field in fields(value):
+        content = getattr(value, field.name)
+        if isinstance(content, tuple):
+            rows += [{"part": field.name, **flat(item)} for item in content if is_dataclass(item)]
+    return rows
+
+
+def flat(item: Any) -> dict[str, Any]:
+    """A dataclass's plain fields; nested dataclasses are counted."""
+    row: dict[str, Any] = {}
+    for field in fields(item):
+        content = getattr(item, field.name)
+        nested = isinstance(content, tuple) and content and is_dataclass(content[0])
+        row["num_" + field.name if nested else field.name] = len(content) if nested else content
+    return row
+
+
+def _show_program(out: Output, made: Planned, request: PlanRequest, lowered: bool) -> None:
+    program = made.programs[min(made.programs)]
+    shapes = [str(shape) for shape in made.programs]
+    if lowered:
+        low = lower(program, num_copies=request.world_size, num_copy_streams=request.num_copy_streams)
+        out.say(lowered_text(low).rstrip())
+        rows = [{"index": i, "kind": type(op).__name__, **flat(op)} for i, op in enumerate(low.ops)]
+        out.emit(rows, noun="lowered", text=low.text(), digest=low.digest, step_shapes=shapes)
+        return
+    out.say(program.text().rstrip())
+    rows = [{"index": i, "kind": str(op).split()[0], **flat(op)} for i, op in enumerate(program.ops)]
+    out.emit(rows, noun="program", text=program.text(), digest=program.digest, step_shapes=shapes)
+
+
+def lowered_text(low: Lowered) -> str:
+    """One lowered op a line, with its stream first: easier to read than the digest's text."""
+    lines = [f"lowered streams={','.join(low.streams)} num_events={low.num_events} num_ops={len(low.ops)}"]
+    for i, op in enumerate(low.ops):
+        rest = " ".join(f"{name}={_short(value)}" for name, value in flat(op).items() if name not in ("stream", "op"))
+        source = "-" if op.op < 0 else str(op.op)
+        lines.append(f"{i:4d}  {op.stream:<8} {type(op).__name__.lower():<8} op={source:<4} {rest}")
+    return "\n".join(lines) + "\n"
+
+
+def _short(value: object) -> str:
+    return ",".join(f"{unit}@{slot}" for unit, slot in value) or "-" if isinstance(value, tuple) else str(value)
+
+
+def _show_on_device(out: Output, noun: str, request: PlanRequest) -> None:
+    from graphshard.bench.threads import run_threads  # from here on torch is imported
+    from graphshard.cli.tiny import TinyRuntimes
+
+    tiny = TinyRuntimes(request)
+    look: Callable[..., dict[str, Any]] = tiny.bound if noun == "bound" else tiny.graph
+    found = run_threads(look, request.world_size)[0]
+    out.say(found["text"].rstrip())
+    out.emit(found["rows"], noun=noun, text=found["text"], step_shapes=[str(StepShape(1))])
