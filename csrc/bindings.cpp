@@ -202,6 +202,7 @@ void bind_driver(nb::module_& m) {
       .def_prop_ro("is_host", &Driver::is_host)
       .def_prop_ro("device_name", &Driver::device_name)
       .def_prop_ro("total_bytes", &Driver::total_bytes)
+      .def_prop_ro("free_bytes", &Driver::free_bytes)
       .def_prop_ro("granularity_bytes", &Driver::granularity_bytes)
       .def_prop_ro("num_retired",
                    [](Driver& driver) {

@@ -15,7 +15,8 @@ class DriverError(RuntimeError):
 class Driver:
     """A driver library, loaded by absolute path (or SONAME for the vendor's), initialised, with a context retained.
 
-    Use in a forked child raises DriverError (the pid is checked). One Driver per path and device is shared.
+    Use in a forked child, in a host function or after the interpreter's exit began raises DriverError.
+    One driver per path and device is shared, and stays open until the process ends.
     """
 
     def __init__(self, path: str, device_index: int = 0) -> None: ...
@@ -31,18 +32,29 @@ class Driver:
     @property
     def total_bytes(self) -> int: ...
     @property
+    def free_bytes(self) -> int:
+        """Memory that can still be allocated, as the driver counts now."""
+    @property
     def granularity_bytes(self) -> int: ...
+    @property
+    def num_retired(self) -> int:
+        """Dropped memory, graphs, calls and streams that enqueued work may still use; they go when it is done."""
     def attribute(self, attribute: int) -> int: ...
 
 class Memory:
     """One allocation, mapped: a window if `exportable`. Zeroed. Freed when the last reference (buffer views too) dies.
 
+    Work that is still enqueued, op lists and graphs keep it too: after a drop it stays until they are done with it.
     Supports the buffer protocol on `host` (writable unless imported read-only).
     """
 
     def __init__(self, driver: Driver, num_bytes: int, exportable: bool = False) -> None: ...
     @staticmethod
-    def import_fd(driver: Driver, fd: int, num_bytes: int, read_only: bool = True) -> Memory: ...
+    def import_fd(driver: Driver, fd: int, num_bytes: int, read_only: bool = True) -> Memory:
+        """Map a peer's window; `fd` stays the caller's, `num_bytes` is what the exporter asked for."""
+    @property
+    def is_read_only(self) -> bool: ...
+    def __buffer__(self, flags: int, /) -> memoryview: ...
     @property
     def address(self) -> int: ...
     @property
@@ -54,6 +66,8 @@ class Memory:
         """A new file descriptor that the caller closes (or sends away)."""
 
 class Stream:
+    """A stream of its own. All addresses must lie in Memory of the same driver; others are refused by name."""
+
     def __init__(self, driver: Driver) -> None: ...
     @property
     def handle(self) -> int: ...
@@ -83,10 +97,12 @@ class Calls:
     """What compute ops call, by index: Python callables or C functions. Owned by whatever runs them.
 
     The first exception is kept, later calls are skipped until `check()` raises it and clears the state.
+    A callable must not own what owns these Calls: gc does not see such a cycle.
     """
 
     def __init__(self, functions: Sequence[Callable[[], object] | tuple[int, int]]) -> None:
         """A tuple is (address of a `void (*)(void*)`, its argument)."""
+    def __len__(self) -> int: ...
     def check(self) -> None: ...
 
 class OpList:
@@ -99,6 +115,8 @@ class OpList:
         ("call", stream, index)              the compute op `index` of the Calls given to issue or capture
         ("fill", stream, destination, value, num_bytes)
         ("write_value", stream, address, value)   ("wait_value", stream, address, value)
+    Addresses are looked up when the list is made: outside of Memory or misaligned raises DriverError with the op index,
+    and the memory is kept alive. A tuple or an index that cannot be raises ValueError.
     """
 
     def __init__(
@@ -110,11 +128,23 @@ class OpList:
     def event_done(self, event: int) -> bool: ...
     def wait_event(self, event: int, timeout_s: float) -> bool:
         """The host waits for an event of the last `issue`."""
-    def capture(self, calls: Calls, external_events: Sequence[tuple[int, Event]] = ()) -> Graph:
+    def capture(
+        self, calls: Calls, external_events: Sequence[tuple[int, Event]] = (), lock_timeout_s: float = 0.0
+    ) -> Graph:
         """Capture the list from stream 0 with events of its own. On failure the capture is ended and cleaned up.
 
+        A second capture in the process is refused, or waits up to `lock_timeout_s` for the first to end.
         (op index, event) pairs add an external event record node after that op (timelines, outputs_ready).
         """
+
+class CaptureLock:
+    """The process-wide capture lock as a context manager, for captures made by others (torch.cuda.graph, recording)."""
+
+    def __init__(self, lock_timeout_s: float = 0.0) -> None: ...
+    def __enter__(self) -> None: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None: ...
 
 class Graph:
     """A captured graph; keeps its Calls, streams and memory owners alive."""
@@ -131,7 +161,7 @@ class GraphExec:
     def upload(self, stream: Stream) -> None: ...
 
 class ControlPage:
-    """4096 shared bytes of one rank, written with release and read with acquire order. Never written from Python.
+    """4096 shared bytes of one rank, written with release and read with acquire order, never by plain stores.
 
     Words: magic, version, pid, state (1 live, 2 closed, 3 dead), epoch (odd = being written), step, op, layout digest.
     """
@@ -139,7 +169,8 @@ class ControlPage:
     def __init__(self) -> None:
         """A new page on a memfd."""
     @staticmethod
-    def open_fd(fd: int) -> ControlPage: ...
+    def open_fd(fd: int) -> ControlPage:
+        """Map a peer's page; DriverError if `fd` is no page of this version. `fd` stays the caller's."""
     def fd(self) -> int:
         """A duplicate descriptor that the caller closes (or sends away)."""
     def set_identity(self, pid: int, digest: bytes) -> None:

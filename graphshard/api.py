@@ -54,7 +54,7 @@ def compile(  # the field's verb, as in torch.compile; always used as graphshard
         SpecError, ProgramError, LoadError, CommError, DeviceError: see each class; on every rank alike.
     """
     if isinstance(device, str):
-        device = open_device(device)
+        device = open_device(device, num_ranks=group.world_size)
     shapes = [StepShape(*size) if isinstance(size, tuple) else StepShape(size) for size in capture_sizes]
     if isinstance(plan, Plan):
         if choices:

@@ -160,6 +160,14 @@ std::string Driver::device_name() const {
   return name;
 }
 
+size_t Driver::free_bytes() const {
+  enter();
+  size_t free_bytes = 0;
+  size_t total_bytes = 0;
+  GRAPHSHARD_CALL(table_, cuMemGetInfo, &free_bytes, &total_bytes);
+  return free_bytes;
+}
+
 size_t Driver::total_bytes() const {
   enter();
   size_t bytes = 0;

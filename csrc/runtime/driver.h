@@ -84,6 +84,7 @@ class Driver {
   bool is_host() const { return table_.gshost_version != nullptr; }
   std::string device_name() const;
   size_t total_bytes() const;
+  size_t free_bytes() const;  // now, as the driver counts
   size_t granularity_bytes() const { return granularity_bytes_; }
   int attribute(int attribute) const;
   CUmemAllocationProp allocation_prop(bool is_exportable) const;

@@ -44,7 +44,7 @@ class Compiled:
 
 def agreed_device_spec(group: Group, device: Device) -> DeviceSpec:
     """What every rank's device can do: the least of each number (collective). The only device a plan sees."""
-    spec = device.spec(group.world_size)
+    spec = device.spec()
     return replace(
         spec,
         memory_bytes=agree_min(group, "memory_bytes", spec.memory_bytes),

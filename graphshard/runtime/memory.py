@@ -84,7 +84,7 @@ class RuntimeMemory:
 
     def resident_bytes(self, view: WeightView) -> memoryview:
         """The bytes of the resident weight `view`, writable: for the loader only."""
-        return memoryview(self._resident_bytes[view.offset : view.offset + view.num_bytes].numpy())
+        return self._resident_bytes[view.offset : view.offset + view.num_bytes].numpy().data
 
     def buffers(self, shape: StepShape) -> dict[str, Tensor]:
         """Every buffer as a step of `shape` sees it: caches by their first `batch_size` rows."""
@@ -169,7 +169,7 @@ def _buffer_offsets(specs: Mapping[StepShape, Sequence[BufferSpec]]) -> tuple[di
 
 
 def _refuse_if_too_large(device: Device, sizes: Mapping[str, int]) -> None:
-    need, free = sum(sizes.values()), device.free_bytes()
+    need, free = sum(sizes.values()), device.driver.free_bytes
     if need > free:
         parts = " + ".join(f"{size / 2**30:.2f} {name}" for name, size in sizes.items() if size)
         raise DeviceError(

@@ -264,7 +264,7 @@ class Runtime:
                     f"rank {self.rank} waited {self.timeout_s:.1f} s for unit {unit} at bind; "
                     "a peer's memory does not answer"
                 )
-            self._transport.verify_unit(unit, memoryview(self._memory.slot(slot).numpy()))
+            self._transport.verify_unit(unit, self._memory.slot(slot).numpy().data)
         self._slots.forget()
 
     def _known(self, shape: StepShape) -> StepShape:

@@ -44,8 +44,8 @@ class TensorSource:
         elif tuple(tensor.stride()) != spec.strides:
             raise LoadError(f"weight {spec.name}: strides {tuple(tensor.stride())}, the model asks for {spec.strides}")
         begin = tensor.storage_offset() * tensor.element_size()
-        raw = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage(), begin, (spec.num_bytes,))
-        return memoryview(raw.numpy())
+        raw = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage(), begin, (spec.num_bytes,), (1,))
+        return raw.numpy().data
 
 
 class CheckpointSource:
