@@ -3,9 +3,9 @@
 # Note [why neighbours suffice]
 Issue order is one possible execution, and every happens-before edge goes forward in it. So two steps are free of wrong
 bytes exactly if (1) in issue order each read finds its unit whole, (2) each read is ordered against every copy into
-its slot, and (3) a copy whose bytes are read is ordered after every earlier copy into the slot. Contents of a slot are
-a chain: when every access of one content is ordered before the copies of the next that is read, the order is
-transitive, and comparing neighbours proves it for all pairs.
+its slot, and (3) a copy whose bytes are read is ordered after every earlier copy that it conflicts with (another unit,
+or the same chunks). Contents of a slot are a chain: when every access of one content is ordered before the copies of
+the next that is read, the order is transitive, and comparing neighbours proves it for all pairs.
 """
 
 from __future__ import annotations
@@ -41,9 +41,19 @@ class Content:
     unit: int
     step: int
     op: int
+    sources: dict[int, Access] = field(default_factory=dict)
+    """The copy behind each whole chunk. Chunks of an earlier gather of the same unit stay until overwritten."""
     chunks: int = 0
     writes: list[Access] = field(default_factory=list)
     reads: list[Access] = field(default_factory=list)
+
+    def write(self, access: Access) -> None:
+        """Add a copy."""
+        self.chunks |= access.chunks
+        self.writes.append(access)
+        for chunk in range(access.chunks.bit_length()):
+            if access.chunks >> chunk & 1:
+                self.sources[chunk] = access
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,22 +100,22 @@ def find_races(
     races: list[Race] = []
     for slot in sorted(accesses):
         contents: list[Content] = []
-        races += _fill(slot, accesses[slot], contents, whole)
+        races += _fill(slot, accesses[slot], contents, num_copies)
         races += _disorder(slot, contents, order)
     return races
 
 
-def _fill(slot: int, accesses: Sequence[Access], contents: list[Content], whole: int) -> Iterator[Race]:
+def _fill(slot: int, accesses: Sequence[Access], contents: list[Content], num_copies: int) -> Iterator[Race]:
     """Group `accesses` into `contents`, in issue order; a read that does not find its unit whole is a race."""
     for access in accesses:
         held = contents[-1] if contents else None
         if access.is_write:
             key = (access.unit, access.step, access.op)
-            if held is None or (held.unit, held.step, held.op) != key or held.chunks & access.chunks:
-                held = Content(*key)
+            if held is None or (held.unit, held.step, held.op) != key or held.chunks & access.chunks or held.reads:
+                kept = dict(held.sources) if held is not None and held.unit == access.unit else {}
+                held = Content(*key, kept)
                 contents.append(held)
-            held.chunks |= access.chunks
-            held.writes.append(access)
+            held.write(access)
         elif held is None or held.unit != access.unit:
             places = [place for place, content in enumerate(contents) if content.unit == access.unit]
             if places:
@@ -113,7 +123,7 @@ def _fill(slot: int, accesses: Sequence[Access], contents: list[Content], whole:
                 yield Race("absent", slot, access, after.writes[0], lost, held)
             else:
                 yield Race("absent", slot, access, held=held)
-        elif held.chunks != whole:
+        elif len(held.sources) != num_copies:
             yield Race("partial", slot, access, held=held)
         else:
             held.reads.append(access)
@@ -121,22 +131,28 @@ def _fill(slot: int, accesses: Sequence[Access], contents: list[Content], whole:
 
 def _disorder(slot: int, contents: Sequence[Content], order: Order) -> Iterator[Race]:
     """Pairs of accesses that events do not order; see Note [why neighbours suffice]."""
-    open_reads: list[Access] = []
+    before: Content | None = None  # the last content that is read
     unread: list[Content] = []
-    before: Content | None = None
     for content in contents:
         for write in content.writes:
-            for read in reversed(open_reads):
+            for read in reversed(before.reads if before is not None else []):
                 if not order.before(read.node, write.node):
                     yield Race("overwrite", slot, read, write, before, content)
-            for lost in unread if content.reads else ():
-                for copy in lost.writes:
-                    if not order.before(copy.node, write.node):
-                        yield Race("clobber", slot, copy, write, lost, content)
-            for read in content.reads:
-                if not order.before(write.node, read.node):
-                    yield Race("early", slot, read, write, held=content)
-        if content.reads:
-            open_reads, unread, before = content.reads, [], content
-        else:
+        if not content.reads:
             unread.append(content)
+            continue
+        sources = {access.node: access for access in content.sources.values()}
+        for source in sources.values():
+            for lost in unread:
+                for copy in lost.writes:
+                    if _conflict(copy, source) and not order.before(copy.node, source.node):
+                        yield Race("clobber", slot, copy, source, lost, content)
+            for read in content.reads:
+                if not order.before(source.node, read.node):
+                    yield Race("early", slot, read, source, held=content)
+        before, unread = content, []
+
+
+def _conflict(copy: Access, later: Access) -> bool:
+    """Whether `copy`, issued before `later`, writes bytes that `later` writes too."""
+    return copy.node < later.node and (copy.unit != later.unit or bool(copy.chunks & later.chunks))
