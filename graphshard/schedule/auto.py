@@ -168,12 +168,10 @@ def describe_memory(layout: Layout, granularity_bytes: int) -> str:
     """`9.1 GiB = 6.2 chunks + 2.4 slots (2 x 1.2) + 0.5 resident; the slot size is set by layers.0.down_proj`."""
     needed = layout.reserved_bytes(granularity_bytes)
     unit = bytes_unit(needed)
-    parts = [
-        f"{in_unit(layout.shard_bytes, unit)} chunks",
-        f"{in_unit(layout.slot_bytes, unit)} slots{_slots_text(layout, unit)}",
-        f"{in_unit(layout.resident_bytes, unit)} resident",
-    ]
-    text = f"{in_unit(needed, unit)} {unit} = {' + '.join(parts)}"
+    areas = (layout.shard_bytes, layout.slot_bytes, layout.resident_bytes)
+    chunks, slots, resident = (in_unit(align_up(area, granularity_bytes), unit) for area in areas)
+    parts = f"{chunks} chunks + {slots} slots{_slots_text(layout, unit)} + {resident} resident"
+    text = f"{in_unit(needed, unit)} {unit} = {parts}"
     if not layout.units:
         return text
     largest = max(layout.units, key=lambda u: u.num_bytes)

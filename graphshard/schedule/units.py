@@ -137,11 +137,11 @@ class _Reading:
         if rules.include:
             return "" if _first_match(name, rules.include) else "no include pattern names it"
         layers = self.layers(name)
-        paths = [self.segments[reader].path for reader in self.readers[name]]
+        readers = [self.segments[reader] for reader in self.readers[name]]
         if len(layers) > 1 and len(self.stays(self.readers[name])) > 1:
-            return f"read far apart, by {paths[0]} and {paths[-1]}: a unit would be gathered twice"
+            return f"read far apart, by {readers[0].path} and {readers[-1].path}: a unit would be gathered twice"
         if None in layers and not rules.outside_layers:
-            return f"outside the layers, read by {paths[0]}"
+            return f"outside the layers, read by {next(s.path for s in readers if s.layer is None)}"
         if size < rules.min_shard_bytes:
             return f"{format_bytes(size)} is below min_shard_bytes {format_bytes(rules.min_shard_bytes)}"
         return ""
