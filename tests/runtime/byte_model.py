@@ -65,7 +65,9 @@ class ByteModel:
             differing = (seen != truth[name]).nonzero()
             if differing.numel():
                 at = int(differing[0])
-                found.append(f"{path} read {name}: byte {at} of {seen.numel()} is {seen[at]:#x}, not {truth[name][at]:#x}")
+                found.append(
+                    f"{path} read {name}: byte {at} of {seen.numel()} is {seen[at]:#x}, not {truth[name][at]:#x}"
+                )
         return found
 
 
