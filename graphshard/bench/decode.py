@@ -113,7 +113,7 @@ def decode(step: Step, prompts: Sequence[Sequence[int]], num_tokens: int, on_tok
 def bytes_hash(tensor: Tensor) -> str:
     """A hash of the tensor's bytes, whatever its dtype."""
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    return hashlib.sha256(memoryview(flat.numpy())).hexdigest()[:32]
+    return hashlib.sha256(flat.numpy().data).hexdigest()[:32]
 
 
 def first_difference(a: Sequence[str], b: Sequence[str]) -> int | None:

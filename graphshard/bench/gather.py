@@ -75,7 +75,7 @@ class _Arena:
         window = torch.frombuffer(self.shards, dtype=torch.uint8)
         window.copy_(torch.arange(window.numel(), dtype=torch.int64).mul_(2 * group.rank + 3).to(torch.uint8))
         torch.frombuffer(self.sources, dtype=torch.uint8).fill_(1)
-        checksums = [zlib.crc32(memoryview(self.chunk(unit).numpy())) for unit in range(count)]
+        checksums = [zlib.crc32(self.chunk(unit).numpy().data) for unit in range(count)]
         self.transport = PullTransport(device, group, self.layout, self.shards, checksums)
 
     def chunk(self, unit: int) -> torch.Tensor:
@@ -90,7 +90,7 @@ class _Arena:
     def check(self) -> None:
         """CommError unless every slot holds what the ranks loaded."""
         for unit in range(self.count):
-            self.transport.verify_unit(unit, memoryview(self.slot(unit).numpy()))
+            self.transport.verify_unit(unit, self.slot(unit).numpy().data)
 
 
 def _measure_size(group: Group, device: Device, size: int, request: GatherRequest) -> list[dict[str, object]]:

@@ -15,8 +15,9 @@ def greedy_tokens(folder: Path, prompts: Sequence[Sequence[int]], num_tokens: in
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    model.train(False)
     model.generation_config.eos_token_id = None  # ours does not stop either: all runs are equally long
     model.generation_config.pad_token_id = 0
     generated = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from importlib import import_module
 
 import click
@@ -45,5 +44,4 @@ def cli() -> None:
 
 def main() -> None:
     """Entry point of `graphshard` and `python -m graphshard`."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread a rank: ranks are the parallelism here
     cli(prog_name="graphshard")
