@@ -1,0 +1,103 @@
+"""Control pages: what a rank says of itself, in order, over processes (I4)."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from census import no_growth
+from device_helpers import run_python
+
+from graphshard._core import ControlPage, Driver, DriverError, Memory
+
+NUM_HANDOFFS = 100_000
+PAYLOAD_BYTES = 64
+
+
+def open_copy(page: ControlPage) -> ControlPage:
+    fd = page.fd()
+    try:
+        return ControlPage.open_fd(fd)
+    finally:
+        os.close(fd)
+
+
+def test_a_page_is_read_where_it_is_mapped() -> None:
+    with no_growth():
+        page = ControlPage()
+        peer = open_copy(page)
+        assert (peer.pid, peer.state, peer.epoch, peer.step, peer.op) == (os.getpid(), 1, 0, 0, 0)
+        page.set_identity(77, bytes(range(32)))
+        page.set_state(2)
+        page.set_epoch(3)
+        page.set_progress(1 << 40, 53)
+        assert (peer.pid, peer.state, peer.epoch, peer.step, peer.op) == (77, 2, 3, 1 << 40, 53)
+        assert peer.digest == bytes(range(32))
+        del page
+        assert peer.pid == 77
+        del peer
+
+
+def test_what_is_no_page_is_refused() -> None:
+    fd = os.memfd_create("not a page")
+    try:
+        with pytest.raises(DriverError, match="holds 0 bytes, not 4096"):
+            ControlPage.open_fd(fd)
+        os.truncate(fd, 4096)
+        with pytest.raises(DriverError, match="is no control page: its magic differs"):
+            ControlPage.open_fd(fd)
+    finally:
+        os.close(fd)
+    with pytest.raises(DriverError, match="fstat failed"):
+        ControlPage.open_fd(-1)
+    with pytest.raises(ValueError, match="32 bytes"):
+        ControlPage().set_identity(1, b"short")
+
+
+def test_a_page_cannot_be_shrunk_under_its_readers() -> None:
+    fd = ControlPage().fd()
+    with pytest.raises(PermissionError):
+        os.truncate(fd, 0)
+    os.close(fd)
+
+
+PEER = """
+    import os, sys
+    from graphshard._core import ControlPage, Driver, Memory
+    driver = Driver(sys.argv[1])
+    window, page, reply = (int(fd) for fd in sys.argv[2:5])
+    num_handoffs, num_bytes = int(sys.argv[5]), int(sys.argv[6])
+    payload = memoryview(Memory.import_fd(driver, window, num_bytes))
+    page, reply = ControlPage.open_fd(page), ControlPage.open_fd(reply)
+    wrong = 0
+    for step in range(1, num_handoffs + 1):
+        while page.step < step:
+            os.sched_yield()
+        wrong += payload != step.to_bytes(8, "little") * (num_bytes // 8)
+        reply.set_progress(step, 0)
+    reply.set_epoch(2 * (wrong + 1))
+"""
+
+
+@pytest.mark.parametrize("num_handoffs", [5_000, pytest.param(NUM_HANDOFFS, marks=pytest.mark.slow)])
+def test_payload_is_seen_with_the_step_that_announces_it(driver: Driver, num_handoffs: int) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    window = Memory(driver, PAYLOAD_BYTES, exportable=True)
+    page, reply = ControlPage(), ControlPage()
+    fds = [window.export_fd(), page.fd(), reply.fd()]
+    payload = memoryview(window)
+    arguments = [driver.path, *map(str, fds), str(num_handoffs), str(PAYLOAD_BYTES)]
+    with ThreadPoolExecutor(1) as pool:
+        peer = pool.submit(run_python, PEER, *arguments, pass_fds=fds)
+        for step in range(1, num_handoffs + 1):
+            payload[:] = step.to_bytes(8, "little") * (PAYLOAD_BYTES // 8)
+            page.set_progress(step, 0)
+            while reply.step < step:
+                os.sched_yield()
+                if peer.done():
+                    pytest.fail(f"the peer ended at step {step}: {peer.result().stderr}")
+        done = peer.result()
+    for fd in fds:
+        os.close(fd)
+    assert (done.returncode, done.stderr, reply.epoch) == (0, "", 2)
