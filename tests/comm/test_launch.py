@@ -131,7 +131,7 @@ def test_no_ranks() -> None:
 @pytest.mark.slow
 def test_torchrun_works_too() -> None:
     program = (
-        "from graphshard import init_group; g = init_group(30); print(sum(v for v, _ in g.all_gather(g.rank + 1)))"
+        "from graphshard.comm import init_group; g = init_group(30); print(sum(v for v, _ in g.all_gather(g.rank + 1)))"
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
     done = subprocess.run(
