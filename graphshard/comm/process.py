@@ -11,6 +11,7 @@ from typing import Literal
 ProcessState = Literal["running", "stopped", "gone", "unknown"]
 
 _PR_SET_PDEATHSIG = 1
+_PF_EXITING = 0x4  # in the flags of /proc/PID/stat; set before a dying process's sockets close
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +31,13 @@ class ProcessId:
         return ProcessId(pid, int(stat[19]) if stat else 0)
 
     def state(self) -> ProcessState:
-        """What the kernel says of it; a zombie is gone."""
+        """What the kernel says of it; a zombie is gone, and so is what is being taken down."""
         if self.pid == 0:
             return "unknown"
         stat = _read_stat(self.pid)
-        if stat is None or stat[0] in "ZXx" or (self.start_ticks and int(stat[19]) != self.start_ticks):
+        if stat is None or stat[0] in "ZXx" or int(stat[6]) & _PF_EXITING:
+            return "gone"
+        if self.start_ticks and int(stat[19]) != self.start_ticks:
             return "gone"
         return "stopped" if stat[0] in "Tt" else "running"
 
