@@ -14,7 +14,8 @@ from graphshard.core.plan import Plan
 from graphshard.core.specs import ModelSpec, StepShape
 from graphshard.device import Device, open_device
 from graphshard.runtime.bind import Hooks
-from graphshard.runtime.build import Compiled, agreed_device_spec, build_runtime, compile_plan
+from graphshard.runtime.build import agreed_device_spec, build_runtime
+from graphshard.runtime.compiled import Compiled, compile_plan
 from graphshard.runtime.model import SegmentedModel
 from graphshard.runtime.runtime import Runtime
 from graphshard.runtime.source import open_source
@@ -56,28 +57,16 @@ def compile(  # the field's verb, as in torch.compile; always used as graphshard
     if isinstance(device, str):
         device = open_device(device, num_ranks=group.world_size)
     shapes = [StepShape(*size) if isinstance(size, tuple) else StepShape(size) for size in capture_sizes]
-    if isinstance(plan, Plan):
-        if choices:
-            raise SpecError(f"{', '.join(choices)} cannot be chosen beside a finished plan: make_plan takes them")
-        compiled = compile_plan(model.spec(), plan, emit)
-    else:
-        compiled = plan_for(
-            model.spec(),
-            group,
-            device,
-            replicated=_is_replicated(plan),
-            step_shapes=shapes or [StepShape(1)],
-            **choices,
-        )
+    compiled = _compile(model.spec(), group, device, plan, shapes, choices)
     runtime = build_runtime(
         compiled, model, lambda: open_source(checkpoint), group, device, timeout_s=timeout_s, hooks=hooks or Hooks()
     )
-    if shapes:
-        try:
+    try:
+        if shapes:
             runtime.capture(shapes)
-        except BaseException:
-            runtime.close()
-            raise
+    except BaseException:
+        runtime.close()
+        raise
     return runtime
 
 
@@ -87,7 +76,14 @@ def plan_for(model: ModelSpec, group: Group, device: Device, **choices: Any) -> 
     return compile_plan(model, make_plan(model, group.world_size, spec, **choices), emit)
 
 
-def _is_replicated(plan: str) -> bool:
+def _compile(
+    model: ModelSpec, group: Group, device: Device, plan: PlanChoice, shapes: list[StepShape], choices: dict[str, Any]
+) -> Compiled:
+    if isinstance(plan, Plan):
+        if choices:
+            raise SpecError(f"{', '.join(choices)} cannot be chosen beside a finished plan: make_plan takes them")
+        return compile_plan(model, plan, emit)
     if plan not in ("auto", "replicated"):
         raise SpecError(f"unknown plan {plan!r}; known: auto, replicated, or a graphshard.Plan")
-    return plan == "replicated"
+    shapes = shapes or [StepShape(1)]
+    return plan_for(model, group, device, replicated=plan == "replicated", step_shapes=shapes, **choices)

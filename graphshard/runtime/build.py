@@ -7,7 +7,7 @@ agree on is compared before a graph is captured.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -16,30 +16,17 @@ from graphshard.comm.control import ControlTable
 from graphshard.comm.group import Group
 from graphshard.comm.pull import PullTransport
 from graphshard.core.errors import SpecError
-from graphshard.core.layout import Layout, build_layout
-from graphshard.core.plan import Plan
-from graphshard.core.program import Program
-from graphshard.core.specs import BufferSpec, DeviceSpec, ModelSpec, StepShape
+from graphshard.core.specs import BufferSpec, DeviceSpec, StepShape
 from graphshard.core.text import digest_of, text_of
 from graphshard.device.base import Device
 from graphshard.runtime.bind import Hooks
+from graphshard.runtime.compiled import Compiled
 from graphshard.runtime.compute import ComputeTable, segment_weights
 from graphshard.runtime.fill import fill_chunks, fill_resident
 from graphshard.runtime.memory import RuntimeMemory
 from graphshard.runtime.model import SegmentedModel
 from graphshard.runtime.runtime import Runtime
 from graphshard.runtime.source import WeightSource
-from graphshard.verify import verify
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """A plan with all that follows from it and from the model alone; no device, no memory."""
-
-    model: ModelSpec
-    plan: Plan
-    layout: Layout
-    programs: Mapping[StepShape, Program]
 
 
 def agreed_device_spec(group: Group, device: Device) -> DeviceSpec:
@@ -50,19 +37,6 @@ def agreed_device_spec(group: Group, device: Device) -> DeviceSpec:
         memory_bytes=agree_min(group, "memory_bytes", spec.memory_bytes),
         spare_cores=agree_min(group, "spare_cores", spec.spare_cores),
     )
-
-
-def compile_plan(model: ModelSpec, plan: Plan, emit: Callable[[ModelSpec, Plan], Program]) -> Compiled:
-    """Layout and verified programs of `plan`.
-
-    Raises:
-        ProgramError: the verifier found a race; no byte has been reserved.
-    """
-    program = emit(model, plan)
-    programs = dict.fromkeys(plan.step_shapes, program)
-    layout = build_layout(model, plan)
-    verify(programs, layout, model=model, num_copy_streams=plan.num_copy_streams).raise_if_bad()
-    return Compiled(model, plan, layout, programs)
 
 
 def build_runtime(
@@ -89,6 +63,7 @@ def build_runtime(
             "make the plan for this group, or start as many ranks as the plan names"
         )
     buffers = {shape: tuple(segmented.buffers(shape)) for shape in plan.step_shapes}
+    exchange(group, _certificate(compiled, device, buffers))
 
     def reserve_and_load() -> tuple[RuntimeMemory, list[int]]:
         memory = RuntimeMemory(device, layout, buffers)
@@ -97,24 +72,18 @@ def build_runtime(
         fill_resident(model, layout, memory, weights)
         return memory, checksums
 
-    exchange(group, _certificate(compiled, device, buffers))
     memory, checksums = group.agree("load", reserve_and_load)
     control = ControlTable.exchange(group, bytes.fromhex(layout.digest))
     transport = PullTransport(device, group, layout, memory.shards, checksums)
     weights = segment_weights(model, plan, layout, memory)
-    compute = ComputeTable(segmented, model, weights, memory, plan.step_shapes)
     runtime = Runtime(
+        compiled,
         group=group,
-        model=model,
-        plan=plan,
-        layout=layout,
-        programs=compiled.programs,
         driver=device.driver,
         memory=memory,
         transport=transport,
         control=control,
-        compute=compute,
-        buffer_roles={spec.name: spec.role for specs in buffers.values() for spec in specs},
+        compute=ComputeTable(segmented, model, weights, memory, plan.step_shapes),
         hooks=hooks,
         timeout_s=timeout_s,
     )
@@ -122,9 +91,7 @@ def build_runtime(
     return runtime
 
 
-def _certificate(
-    compiled: Compiled, device: Device, buffers: Mapping[StepShape, Sequence[BufferSpec]]
-) -> Certificate:
+def _certificate(compiled: Compiled, device: Device, buffers: Mapping[StepShape, Sequence[BufferSpec]]) -> Certificate:
     return Certificate(
         model=compiled.model.digest,
         plan=compiled.plan.digest,

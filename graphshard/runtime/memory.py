@@ -18,7 +18,7 @@ from graphshard._core import Memory
 from graphshard.core.errors import DeviceError, SpecError
 from graphshard.core.layout import Layout, WeightView
 from graphshard.core.sizes import align_up
-from graphshard.core.specs import BufferSpec, StepShape
+from graphshard.core.specs import BufferRole, BufferSpec, StepShape
 from graphshard.device.base import Device
 
 BUFFER_ALIGNMENT_BYTES = 256
@@ -86,10 +86,12 @@ class RuntimeMemory:
         """The bytes of the resident weight `view`, writable: for the loader only."""
         return self._resident_bytes[view.offset : view.offset + view.num_bytes].numpy().data
 
-    def buffers(self, shape: StepShape) -> dict[str, Tensor]:
-        """Every buffer as a step of `shape` sees it: caches by their first `batch_size` rows."""
+    def buffers(self, shape: StepShape, role: BufferRole | None = None) -> dict[str, Tensor]:
+        """The buffers (of one role) as a step of `shape` sees them: caches by their first `batch_size` rows."""
         tensors = {}
         for spec in self._buffer_specs[shape]:
+            if role is not None and spec.role != role:
+                continue
             begin = self._buffer_offsets[spec.name]
             tensor = self._buffer_bytes[begin : begin + spec.num_bytes].view(torch_dtype(spec.dtype)).view(spec.shape)
             tensors[spec.name] = tensor[: shape.batch_size] if spec.role == "cache" else tensor

@@ -9,7 +9,7 @@ runs, replays and prefetches.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from types import TracebackType
 
 from torch import Tensor
@@ -19,13 +19,11 @@ from graphshard.comm.control import ControlTable
 from graphshard.comm.group import Group
 from graphshard.comm.pull import PullTransport
 from graphshard.core.errors import CommError, DeviceError, ProgramError, SpecError
-from graphshard.core.layout import Layout
 from graphshard.core.lowering import Record
 from graphshard.core.ops import AgLaunch
-from graphshard.core.plan import Plan
-from graphshard.core.program import Program
-from graphshard.core.specs import BufferRole, ModelSpec, StepShape
+from graphshard.core.specs import BufferRole, StepShape
 from graphshard.runtime.bind import BoundProgram, Hooks, bind_program
+from graphshard.runtime.compiled import Compiled
 from graphshard.runtime.compute import ComputeTable
 from graphshard.runtime.graphs import StepGraph
 from graphshard.runtime.memory import BufferRow, RuntimeMemory
@@ -37,25 +35,21 @@ class Runtime:
 
     def __init__(
         self,
+        compiled: Compiled,
         *,
         group: Group,
-        model: ModelSpec,
-        plan: Plan,
-        layout: Layout,
-        programs: Mapping[StepShape, Program],
         driver: Driver,
         memory: RuntimeMemory,
         transport: PullTransport,
         control: ControlTable,
         compute: ComputeTable,
-        buffer_roles: Mapping[str, BufferRole],
         hooks: Hooks,
         timeout_s: float,
     ) -> None:
-        self.group, self.model, self.plan, self.layout = group, model, plan, layout
-        self.programs, self.driver, self.hooks, self.timeout_s = dict(programs), driver, hooks, timeout_s
+        self.model, self.plan, self.layout = compiled.model, compiled.plan, compiled.layout
+        self.programs = dict(compiled.programs)
+        self.group, self.driver, self.hooks, self.timeout_s = group, driver, hooks, timeout_s
         self._memory, self._transport, self._control, self._compute = memory, transport, control, compute
-        self._buffer_roles = dict(buffer_roles)
         self._lock = threading.RLock()
         self._streams: dict[str, Stream] = {}
         self._graphs: dict[StepShape, StepGraph] = {}
@@ -181,8 +175,7 @@ class Runtime:
 
     def buffers(self, shape: StepShape, role: BufferRole) -> dict[str, Tensor]:
         """The static tensors of one role as a step of `shape` sees them."""
-        tensors = self._memory.buffers(self._known(shape))
-        return {name: tensor for name, tensor in tensors.items() if self._buffer_roles[name] == role}
+        return self._memory.buffers(self._known(shape), role)
 
     def buffer_table(self) -> tuple[BufferRow, ...]:
         """Everything a captured graph can see: name, role, address and bytes. Equal before and after any step."""
