@@ -20,9 +20,10 @@ def rotations(positions: Tensor, head_dim: int, rope: RopeConfig) -> tuple[Tenso
 def rotate_(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Turn `heads` `[n, num_heads, head_dim]` in place; `cos` and signed `sin` are `[n, 1, head_dim]`.
 
-    A half turn of the features brings each one's partner to its place, and the sine carries the sign.
+    Exchanging the halves brings each feature's partner to its place, and the sine carries the sign.
     """
-    partners = heads.roll(heads.shape[-1] // 2, dims=-1)
+    first, second = heads.chunk(2, dim=-1)
+    partners = torch.cat((second, first), dim=-1)  # not `roll`: it has no out variant of its own, cat has
     heads.mul_(cos).addcmul_(partners, sin)
 
 

@@ -1,4 +1,8 @@
-"""Finding the call that computes a functional ATen op into memory that already exists."""
+"""Finding the cheapest call that computes an ATen op into memory that already exists.
+
+torch's own Python bindings parse their arguments in half the time that an OpOverload takes. Which overload a binding
+picks is its own affair, so the recorder checks the bits of what it gives.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +25,34 @@ def out_calls(
 ) -> Iterator[Call]:
     """Calls that should write `func(*args, **kwargs)` into `targets`, cheapest first. The caller must check the bits.
 
-    Out variants are found by schema: the same arguments by name and type, plus one out argument a result. torch's
-    own Python binding of the op parses its arguments in half the time, where there is one with a single `out`.
+    Out variants are found by schema: the same arguments by name and type, plus one out argument a result.
     """
     for variant, out_names, dropped in _variants(func):
         if len(out_names) != len(targets):
             continue
         kept = {name: value for name, value in kwargs.items() if name not in dropped}
         outs = dict(zip(out_names, targets, strict=True))
-        binding = getattr(torch, func.overloadpacket.__name__, None)
-        if out_names == ("out",) and isinstance(binding, type(torch.mul)):
+        binding = _function(func)
+        if out_names == ("out",) and binding is not None:
             yield binding, args, {**kept, **outs}
         yield variant._op, args, {**kept, **outs}
+
+
+def in_place_calls(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Call]:
+    """Bindings that should do to its `self` or `out` what the mutable op `func` does. The caller must check the bits."""
+    binding = _function(func) if "out" in kwargs else _method(func)
+    if binding is not None:
+        yield binding, args, kwargs
+
+
+def _function(func: OpOverload) -> Callable[..., Any] | None:
+    binding = getattr(torch, func.overloadpacket.__name__, None) if func.namespace == "aten" else None
+    return binding if isinstance(binding, type(torch.mul)) else None
+
+
+def _method(func: OpOverload) -> Callable[..., Any] | None:
+    binding = getattr(torch._C.TensorBase, func.overloadpacket.__name__, None) if func.namespace == "aten" else None
+    return binding if isinstance(binding, type(Tensor.add_)) else None
 
 
 @cache

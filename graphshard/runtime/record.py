@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from graphshard.core.errors import DeviceError
 from graphshard.runtime.arena import Arena
-from graphshard.runtime.out_calls import Call, OpOverload, out_calls
+from graphshard.runtime.out_calls import Call, OpOverload, in_place_calls, out_calls
 from graphshard.runtime.refusals import HostReads, check_permitted, refuse
 
 _UNDEFINED_CONTENTS = frozenset(
@@ -133,32 +133,58 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             refuse(str(func), "only ATen and registered custom ops can be captured")
         check_permitted(func, args, kwargs)
         inputs = {_storage(leaf) for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)}
-        memory = _write_memory(func, args, kwargs)
+        written = _written(func, args, kwargs)
+        before = [(t, t.data_ptr(), t.size(), t.clone()) for t in written]
         result = func(*args, **kwargs)
-        if _write_memory(func, args, kwargs) != memory:
+        if any((t.data_ptr(), t.size()) != (address, size) for t, address, size, _ in before):
             refuse(str(func), "it gave its output other memory (a size that does not fit), and addresses are frozen")
         fresh = [t for t in tree_iter(result) if isinstance(t, Tensor) and _storage(t) not in inputs]
         if func.namespace == "aten" and func.overloadpacket.__name__ == "lift_fresh":
             return self._constant(result)
         if not fresh:
-            return self._record_in_place(func, args, kwargs, result)
+            return self._record_in_place(func, args, kwargs, result, [(t, value) for t, _, _, value in before])
         temporaries = {id(t): self._temporary(func, t) for t in fresh}
         if func.overloadpacket.__name__ not in _UNDEFINED_CONTENTS:
             targets = [temporaries.get(id(t)) for t in tree_iter(result)]
             self._append(func, self._fill_call(func, args, kwargs, fresh, targets))
         return tree_map_only(Tensor, lambda t: temporaries.get(id(t), t), result)
 
-    def _record_in_place(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+    def _record_in_place(
+        self,
+        func: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Any,
+        before: Sequence[tuple[Tensor, Tensor]],
+    ) -> Any:
         """Record a call that made no new memory: it wrote into its arguments, or it is a view and needs no replay."""
         returns_nothing = not func._schema.returns
         if torch.Tag.inplace_view not in func.tags and (func._schema.is_mutable or returns_nothing):
-            self._append(func, (func._op, self._own(args), self._own(kwargs)))
+            self._append(func, self._in_place_call(func, self._own(args), self._own(kwargs), before))
             return result
         self.num_views += 1
         for view in tree_iter(result):
             if isinstance(view, Tensor) and self._arena.owns(view):
                 self._watch(func, view)
         return result
+
+    def _in_place_call(
+        self,
+        func: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        before: Sequence[tuple[Tensor, Tensor]],
+    ) -> Call:
+        """The call that does what `func` did to the one tensor in `before` (and what it held until then)."""
+        if len(before) == 1:
+            target, value = before[0]
+            after = target.clone()
+            for call in in_place_calls(func, args, kwargs):
+                target.copy_(value)
+                if _gives(call, (target,), (after,)):
+                    return call
+            target.copy_(after)
+        return func._op, args, kwargs
 
     def _fill_call(
         self,
@@ -238,15 +264,17 @@ def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _write_memory(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[int, torch.Size]]:
-    """Address and size of what a call writes to, unless changing that is all it does (`t_`, `squeeze_`)."""
+def _written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors whose bytes a call writes; none for calls that change sizes and strides alone (`t_`, `squeeze_`)."""
     if not func._schema.is_mutable or torch.Tag.inplace_view in func.tags:
         return []
     arguments = func._schema.arguments
-    written = [a.alias_info is not None and a.alias_info.is_write for a in arguments]
-    values = [value for value, is_write in zip(args, written, strict=False) if is_write]
-    values += [kwargs[a.name] for a, is_write in zip(arguments, written, strict=True) if is_write and a.name in kwargs]
-    return [(t.data_ptr(), t.size()) for t in tree_iter(values) if isinstance(t, Tensor)]
+    is_written = [a.alias_info is not None and a.alias_info.is_write for a in arguments]
+    values = [value for value, is_write in zip(args, is_written, strict=False) if is_write]
+    values += [
+        kwargs[a.name] for a, is_write in zip(arguments, is_written, strict=True) if is_write and a.name in kwargs
+    ]
+    return [t for t in tree_iter(values) if isinstance(t, Tensor)]
 
 
 def _gives(call: Call, targets: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
