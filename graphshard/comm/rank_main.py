@@ -36,6 +36,7 @@ def load_entry(entry: str) -> Callable[..., Any]:
             raise SpecError(f"entry {entry!r}: there is no file {place}")
         module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = module
+        sys.path.insert(0, str(Path(place).resolve().parent))  # as for a script: it may import its neighbours
         spec.loader.exec_module(module)
     else:
         try:

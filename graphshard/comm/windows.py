@@ -42,8 +42,9 @@ class WindowTable:
         """
         names = sorted(windows)
         new = self._group.agree("window check", lambda: [name for name in names if self._is_new(name, windows[name])])
-        fds: list[int] = self._group.agree("window export", lambda: _export(new, windows))
+        fds: list[int] = []
         try:
+            self._group.agree("window export", lambda: _export(new, windows, fds))
             listed = [[name, windows[name].num_bytes, name in new] for name in names]
             gathered: list[Any] = self._group.all_gather(listed, fds, name="window list")
         finally:
@@ -117,18 +118,15 @@ class WindowTable:
         self._windows.update(imported)
 
 
-def _export(names: list[str], windows: Mapping[str, Memory]) -> list[int]:
-    fds: list[int] = []
+def _export(names: list[str], windows: Mapping[str, Memory], fds: list[int]) -> None:
     for name in names:
         try:
             fds.append(windows[name].export_fd())
         except DriverError as error:
-            _close_all(fds)
             raise DeviceError(
                 f"window {name} ({windows[name].num_bytes} B) cannot be exported ({error}): "
                 "a window is an allocation of its own, made exportable"
             ) from error
-    return fds
 
 
 def _compare(listed: list[list[list[object]]]) -> None:
