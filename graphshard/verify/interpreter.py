@@ -55,19 +55,20 @@ def explore(
     num_copies: int,
     max_states: int = 500_000,
 ) -> Outcome:
-    """Run `first` and then `second` in every way; `entry[s]` lies in slot s when `first` begins.
+    """Run `first` and then `second` in every way. What the host puts into slots is ordered by the origin stream alone.
 
     Args:
         first: A step's list.
         second: The next step's list; it follows `first` on the origin stream alone.
-        entry: The unit that each slot holds, whole, at the start.
+        entry: The unit that the host puts into each slot before the first step (None: nothing).
         refill: Slot and unit that the host puts there between the steps (priming, gathers from outside).
         num_copies: Chunks that a whole unit has.
         max_states: A ProgramError beyond it: the answer is exact or there is none.
     """
-    streams = _streams(first, second, refill, num_copies)
+    held = {slot: unit for slot, unit in enumerate(entry) if unit is not None}
+    streams = _streams(((first, held), (second, refill)), num_copies)
     whole = (1 << num_copies) - 1
-    slots: tuple[SlotState, ...] = tuple((-1, 0, 0) if unit is None else (unit, whole, 0) for unit in entry)
+    slots: tuple[SlotState, ...] = ((-1, 0, 0),) * len(entry)
     start = _advance(streams, ((0,) * len(streams), slots))
     seen, todo = {start}, [start]
     while todo:
@@ -88,21 +89,20 @@ def explore(
     return Outcome(None, None, len(seen))
 
 
-def _streams(first: Lowered, second: Lowered, refill: Mapping[int, int], num_copies: int) -> list[list[_Step]]:
-    """The ops of both steps by stream: one stream for the origin, one a step for each other."""
-    origin = first.streams[0]
+def _streams(steps: Sequence[tuple[Lowered, Mapping[int, int]]], num_copies: int) -> list[list[_Step]]:
+    """The ops of all steps by stream: one stream for the origin, one a step for each other."""
+    origin, whole = steps[0][0].streams[0], (1 << num_copies) - 1
     names = [(0, origin)] + [
-        (step, name)
-        for step, listed in enumerate((first, second))
+        (number, name)
+        for number, (listed, _) in enumerate(steps)
         for name in dict.fromkeys(op.stream for op in listed.ops)
         if name != origin
     ]
     streams: list[list[_Step]] = [[] for _ in names]
-    for step, listed in enumerate((first, second)):
-        if step == 1 and refill:
-            whole = (1 << num_copies) - 1
+    for step, (listed, refill) in enumerate(steps):
+        if refill:
             slots = tuple((slot, unit, whole) for slot, unit in refill.items())
-            streams[0].append(_Step("refill", f"refill of slots {sorted(refill)}", slots=slots))
+            streams[0].append(_Step("refill", f"refill of slots {sorted(refill)} before step {step}", slots=slots))
         latest: dict[int, tuple[int, int]] = {}
         for index, op in enumerate(listed.ops):
             at = 0 if op.stream == origin else names.index((step, op.stream))
@@ -117,7 +117,7 @@ def _streams(first: Lowered, second: Lowered, refill: Mapping[int, int], num_cop
                 streams[at].append(_Step("copy", text, slots=((op.slot, op.unit, chunks),)))
             else:
                 assert isinstance(op, Compute)
-                reads = tuple((slot, unit, (1 << num_copies) - 1) for unit, slot in op.reads)
+                reads = tuple((slot, unit, whole) for unit, slot in op.reads)
                 streams[at].append(_Step("read", text, slots=reads))
     return streams
 

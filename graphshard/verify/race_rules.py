@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from graphshard.core.lowering import NO_SLOT
 from graphshard.core.ops import RecordGate
 from graphshard.verify.facts import Facts
-from graphshard.verify.history import Stay
 from graphshard.verify.races import ENTRY_OP, Access, Content, Race
 from graphshard.verify.report import Violation, op_text
 
@@ -57,20 +56,23 @@ def _absent(facts: Facts, race: Race) -> Violation:
         if stay is not None and stay.gates and stay.gates[0] < min(read.op, race.write.op):
             return _gate_before_read(facts, read, race.slot, stay.gates[0])
         if read.step == race.write.step:
-            return _too_early(facts, race.slot, race.lost, race.write, read)
+            return _too_early(facts, race.slot, race.write, read, _gates_after(facts, read, race.slot))
     found = "holds nothing" if held is None else f"holds unit {held.unit} ({_source(facts, held)})"
     text = f"{_reads(facts, race)}, which {found}; gather unit {read.unit} before"
     return _violation(2, read.op, read.unit, race.slot, text)
 
 
 def _early(facts: Facts, race: Race) -> Violation:
-    """A read that does not wait for its gather."""
+    """A read that does not wait for its gather, or a later gather of the same unit that does not wait for the read."""
     assert race.held is not None and race.write is not None
-    stay = facts.stay_of(race.read.step, race.held, race.slot)
+    read, write = race.read, race.write
+    if write.step == read.step and write.op > read.op:
+        return _too_early(facts, race.slot, write, read, _gates_after(facts, read, race.slot))
+    stay = facts.stay_of(read.step, race.held, race.slot)
     waits = [] if stay is None else stay.waits
     hint = f"; its wait_once is op {waits[0]}" if waits else ""
     text = f"{_reads(facts, race)}, but no wait_once for it is ordered before ({_source(facts, race.held)}){hint}"
-    return _violation(3, race.read.op, race.read.unit, race.slot, text)
+    return _violation(3, read.op, read.unit, race.slot, text)
 
 
 def _overwrite(facts: Facts, race: Race) -> Violation:
@@ -82,7 +84,7 @@ def _overwrite(facts: Facts, race: Race) -> Violation:
     early = [gate for gate in gates if not facts.order.before(race.read.node, nodes[gate])]
     if early and early == gates:
         return _gate_before_read(facts, race.read, race.slot, early[0])
-    return _too_early(facts, race.slot, race.lost, race.write, race.read, stay)
+    return _too_early(facts, race.slot, race.write, race.read, gates or _gates_after(facts, race.read, race.slot))
 
 
 def _gate_before_read(facts: Facts, read: Access, slot: int, gate: int) -> Violation:
@@ -93,13 +95,9 @@ def _gate_before_read(facts: Facts, read: Access, slot: int, gate: int) -> Viola
     return _violation(5, gate, read.unit, slot, f"{text}; record it after the slot's last reader")
 
 
-def _too_early(
-    facts: Facts, slot: int, lost: Content, write: Access, read: Access, stay: Stay | None = None
-) -> Violation:
-    """R6: a gather overwrites what is still read."""
+def _too_early(facts: Facts, slot: int, write: Access, read: Access, gates: Sequence[int]) -> Violation:
+    """R6: a gather overwrites what is still read; `gates` are the slot's gates for that read."""
     program = facts.program_of(write.step)
-    stay = stay or facts.stay_of(lost.step, lost, slot)
-    gates = stay.gates if stay is not None and stay.gates else _gates_after(facts, read, slot)
     before = " of the step before" if read.step < write.step else ""
     gate = f"slot {slot}'s gate is op {gates[-1]}" if gates else f"no gate of slot {slot} follows it"
     text = f"{_op(facts, write)} overwrites unit {read.unit}, still read by op {read.op}{before}; {gate}"

@@ -23,6 +23,9 @@ RULE_NAMES = {
     12: "gathered-is-read",
 }
 
+Key = tuple[int, int | None, int | None, int | None]
+"""Rule, op, unit, slot."""
+
 
 @dataclass(frozen=True, slots=True)
 class Violation:
@@ -47,7 +50,7 @@ class Violation:
         return RULE_NAMES[self.rule]
 
     @property
-    def key(self) -> tuple[int, int | None, int | None, int | None]:
+    def key(self) -> Key:
         """What makes two findings one violation."""
         return (self.rule, self.op, self.unit, self.slot)
 
@@ -95,7 +98,7 @@ class Report:
 
 def merge(found: Sequence[Violation]) -> tuple[Violation, ...]:
     """One violation for each key, the one that shows harm first; sorted by rule, op, unit, slot."""
-    kept: dict[tuple[int, int | None, int | None, int | None], Violation] = {}
+    kept: dict[Key, Violation] = {}
     for violation in found:
         known = kept.get(violation.key)
         if known is None or (violation.wrong_bytes and not known.wrong_bytes):

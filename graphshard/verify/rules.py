@@ -14,7 +14,7 @@ from graphshard.verify import layout_rules, op_rules
 from graphshard.verify.facts import Facts, has_borders
 from graphshard.verify.history import history_of
 from graphshard.verify.race_rules import race_violations
-from graphshard.verify.report import Report, Violation, merge
+from graphshard.verify.report import Key, Report, Violation, merge
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +108,11 @@ def _check(
     """All violations of each program after itself, and of each program after another."""
     wanted = frozenset(key for case in cases for key in _entry_reads(case.program))
     found: list[Violation] = []
-    known: dict[int, set[object]] = {}
+    known: dict[int, dict[Key, bool]] = {}
     for number, case in enumerate(cases):
         facts = _facts(case, case, num_copies, layout, model, wanted)
         violations = merge([violation for rule in RULES for violation in rule.check(facts)])
-        known[number] = {violation.key for violation in violations}
+        known[number] = {violation.key: violation.wrong_bytes for violation in violations}
         where = f" (step shape {case.shapes})" if len(cases) > 1 and case.shapes else ""
         found += [replace(violation, where=where) for violation in violations]
     bordered = [len(cases) == 1 or has_borders(case.lowered) for case in cases]
@@ -123,7 +123,8 @@ def _check(
             facts = _facts(before, after, num_copies, layout, model, wanted)
             violations = merge([v for rule in RULES if rule.over_pairs for v in rule.check(facts)])
             where = f" (step shape {after.shapes} after {before.shapes})"
-            fresh = [v for v in violations if v.key not in known[first] | known[second]]
+            said = known[first] | known[second]
+            fresh = [v for v in violations if v.key not in said or (v.wrong_bytes and not said[v.key])]
             found += [replace(violation, where=where) for violation in fresh]
     return tuple(sorted(found, key=lambda v: (v.rule, -1 if v.op is None else v.op)))
 
