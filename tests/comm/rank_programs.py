@@ -39,7 +39,7 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def come_ordie() -> str:
+def come_or_die() -> str:
     """Rank 1 says hello and dies; rank 2 never comes, so that nothing but the death can end rank 0's wait."""
     rank = int(os.environ["RANK"])
     if rank == 2:

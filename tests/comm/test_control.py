@@ -2,33 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import signal
-from typing import Any
-
 import pytest
 from census import no_growth
+from control_programs import bring_another_layout, read_the_page_of_a_dead_rank, report_progress
 from ranks import MODES, run_on_ranks, try_on_ranks
-
-from graphshard.comm.control import CLOSED, ControlTable
-from graphshard.comm.group import Group
-from graphshard.core.errors import CommError
-
-DIGEST = bytes(range(32))
-
-
-def report_progress(group: Group) -> list[Any]:
-    table = ControlTable.exchange(group, DIGEST)
-    if group.rank == 1:
-        table.mine.set_progress(417, 27)
-        table.mine.set_epoch(6)
-    group.barrier()
-    seen = [table.state(rank) for rank in range(3)], table.progress(0), table.progress(1), table.pages[1].epoch
-    group.barrier()
-    if group.rank == 2:
-        table.mine.set_state(CLOSED)
-    group.barrier()
-    return [*seen, table.state(2), table.dead()]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -39,27 +16,11 @@ def test_peers_see_state_and_progress(mode: str) -> None:
             assert seen == [["live"] * 3, *words, 6, "closed", []]
 
 
-def read_the_page_of_a_dead_rank(group: Group) -> list[Any]:
-    table = ControlTable.exchange(group, DIGEST)
-    if group.rank == 1:
-        table.mine.set_progress(3, 9)
-        os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        group.barrier()
-    except CommError:
-        return [table.state(1), table.dead(), table.describe()]
-    return []
-
-
 def test_a_dead_ranks_page_stays() -> None:
     outcomes = try_on_ranks(read_the_page_of_a_dead_rank, 3, mode="processes", group_timeout_s=600.0, timeout_s=30.0)
     state, dead, text = outcomes[0].value
     assert (state, dead) == ("dead", [1])
     assert ") is dead, it last finished op 9 of step 3; rank 2 (pid " in text
-
-
-def bring_another_layout(group: Group) -> None:
-    ControlTable.exchange(group, bytes([group.rank == 1]) * 32)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import os
-import signal
 import threading
 from typing import Any
 
 import pytest
 from census import no_growth
+from group_programs import (
+    die_with_a_child_that_holds_the_sockets,
+    end_in_a_call,
+    fail_alone,
+    gather_descriptors,
+    gather_everything,
+    make_another_call,
+    stay_away,
+    use_in_a_fork,
+    use_subgroups,
+)
 from ranks import MODES, run_on_ranks, try_on_ranks
 
-from graphshard.comm.group import Group, LocalGroup
-from graphshard.core.errors import CommError, LoadError, SpecError
-
-
-def gather_everything(group: Group, num_bytes: int) -> list[Any]:
-    texts = group.all_gather({"rank": group.rank, "text": "x" * num_bytes})
-    raw = group.all_gather(bytes([group.rank]) * num_bytes, name="raw")
-    assert [value for value, _ in raw] == [bytes([rank]) * num_bytes for rank in range(group.world_size)]
-    group.barrier()
-    return [(value["rank"], len(value["text"])) for value, _ in texts]  # type: ignore[index]
+from graphshard.comm.group import LocalGroup
+from graphshard.core.errors import CommError, SpecError
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -32,41 +34,10 @@ def test_values_come_by_rank(mode: str, world_size: int) -> None:
         assert [tuple(row) for row in result] == [(rank, 3_000_000) for rank in range(world_size)]
 
 
-def gather_descriptors(group: Group, num_fds: int) -> int:
-    own = [os.memfd_create(f"{group.rank}-{i}") for i in range(num_fds)] if group.rank == 0 else []
-    for i, fd in enumerate(own):
-        os.write(fd, f"descriptor {i}".encode())
-    gathered = group.all_gather(None, own)
-    assert [len(fds) for _, fds in gathered] == [num_fds] + [0] * (group.world_size - 1)
-    texts = [os.pread(fd, 100, 0).decode() for fd in gathered[0][1]]
-    assert texts == [f"descriptor {i}" for i in range(num_fds)]
-    assert all(not os.get_inheritable(fd) for fd in gathered[0][1])
-    group.barrier()
-    if group.rank == 1:
-        os.pwrite(gathered[0][1][-1], b"written by rank 1", 0)
-    group.barrier()
-    assert os.pread(gathered[0][1][-1], 100, 0) == b"written by rank 1"
-    for fd in own + gathered[0][1]:
-        os.close(fd)
-    return len(os.listdir("/proc/self/fd"))
-
-
 @pytest.mark.parametrize(("mode", "num_fds"), [("threads", 3), ("processes", 3), ("processes", 300)])
 def test_descriptors_travel_and_work(mode: str, num_fds: int) -> None:
     with no_growth():  # 300: more than one message carries
         assert len(run_on_ranks(gather_descriptors, 2, num_fds, mode=mode)) == 2
-
-
-def use_subgroups(group: Group) -> list[Any]:
-    pair = group.subgroup([0, 2]) or group.subgroup([1, 3])
-    assert pair is not None
-    first = [value for value, _ in pair.all_gather(group.rank)]
-    whole = [value for value, _ in group.all_gather(pair.rank)]
-    again = group.subgroup([2, 0] if group.rank % 2 == 0 else [3, 1])
-    assert again is not None
-    second = [value for value, _ in again.all_gather(-group.rank)]
-    assert pair.subgroup([1 - pair.rank]) is None
-    return [first, whole, second]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -98,30 +69,12 @@ def test_subgroups_that_cannot_be(ranks: list[int]) -> None:
         groups[0].subgroup(ranks)
 
 
-def make_another_call(group: Group) -> None:
-    if group.rank == 1:
-        group.barrier()
-    else:
-        group.all_gather(1, name="windows")
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_unlike_calls_are_named_on_all_ranks(mode: str) -> None:
     for outcome in try_on_ranks(make_another_call, 3, mode=mode):
         assert outcome.error_type == "CommError"
         assert "in barrier" in outcome.error and "in windows" in outcome.error, outcome.error
         assert "same order" in outcome.error
-
-
-def fail_alone(group: Group, failing: list[int]) -> str:
-    def step() -> str:
-        if group.rank in failing:
-            raise LoadError(f"weight w has dtype int8 in rank {group.rank}'s copy")
-        return "loaded"
-
-    result = group.agree("load", step)
-    group.barrier()
-    return result
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -141,15 +94,6 @@ def test_unknown_errors_become_comm_errors() -> None:
         groups[0].agree("division", lambda: 1 // 0)
 
 
-def stay_away(group: Group, how: str) -> None:
-    if group.rank == 2:
-        if how == "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
-        elif how == "sleep":
-            threading.Event().wait(20.0)  # until it is killed: its process has a limit
-    group.barrier()
-
-
 @pytest.mark.parametrize(("how", "state"), [("stop", "stopped"), ("sleep", "running")])
 def test_who_does_not_come_is_named(how: str, state: str) -> None:
     with no_growth():
@@ -159,18 +103,6 @@ def test_who_does_not_come_is_named(how: str, state: str) -> None:
         assert f", {state}) did not arrive; rank" in outcome.error
         assert "raise timeout_s" in outcome.error
     assert "was killed" in outcomes[2].error
-
-
-def end_in_a_call(group: Group, how: str) -> None:
-    group.all_gather(group.rank, name="first")
-    if group.rank == 1:
-        if how == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if how == "exit":
-            os._exit(5)
-        if how == "raise":
-            raise RuntimeError("out of luck")
-    group.all_gather(group.rank, name="second")
 
 
 @pytest.mark.parametrize(
@@ -187,49 +119,12 @@ def test_a_dead_peer_is_named_at_once(how: str, words: str) -> None:
         assert f"{words} while rank" in outcomes[rank].error and "in second (call 2" in outcomes[rank].error
 
 
-def die_with_a_child_that_holds_the_sockets(group: Group) -> str:
-    child = 0
-    if group.rank == 1:
-        child = os.fork()
-        if child == 0:
-            signal.alarm(25)
-            signal.pause()
-    child = int(str(group.all_gather(child)[1][0]))
-    if group.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        group.barrier()
-    except CommError as error:
-        return str(error)
-    finally:
-        if group.rank == 0:
-            os.kill(child, signal.SIGKILL)
-    return ""
-
-
 def test_a_child_of_a_dead_peer_hides_nothing() -> None:
     outcomes = try_on_ranks(
         die_with_a_child_that_holds_the_sockets, 2, mode="processes", group_timeout_s=600.0, timeout_s=30.0
     )
     assert "rank 1 (pid" in outcomes[0].value and "died while rank 0 waited" in outcomes[0].value
     assert "SIGKILL" in outcomes[1].error
-
-
-def use_in_a_fork(group: Group) -> str:
-    """I10. The child reports over a pipe; its end must not disturb the parent's group."""
-    read_end, write_end = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            group.barrier()
-        except CommError as error:
-            os.write(write_end, str(error).encode())
-        group.close()
-        os._exit(0)
-    os.waitpid(child, 0)
-    text = os.read(read_end, 1000).decode()
-    group.barrier()
-    return text
 
 
 def test_a_fork_may_not_use_the_group() -> None:

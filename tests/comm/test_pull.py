@@ -3,43 +3,34 @@
 from __future__ import annotations
 
 import os
+import signal
 import zlib
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 from census import no_growth
-from ranks import MODES, run_on_ranks, try_on_ranks
-from windows_model import Shard, chunk, flat_layout, interleaved_layout
+from pull_programs import (
+    CHUNK_SIZES,
+    WindowScope,
+    change_after_load,
+    gather_all,
+    gather_beside_a_lost_peer,
+    gather_rows,
+    map_and_die,
+    register_again_and_again,
+    register_many,
+    remap_a_rank,
+)
+from ranks import MODES, run_on_ranks, start_processes, try_on_ranks
+from windows_model import Shard, chunk, flat_layout
 
 from graphshard.comm.group import Group, LocalGroup
+from graphshard.comm.launch import free_port
 from graphshard.comm.pull import BoundCopy, PullTransport
 from graphshard.comm.windows import WindowTable
 from graphshard.core.errors import CommError, DeviceError
 from graphshard.device import open_device
-
-CHUNK_SIZES = [256, 4096, 512, 12_800]
-
-
-def gather_all(group: Group) -> str:
-    layout = flat_layout(group.world_size, CHUNK_SIZES)
-    shard = Shard.connect(group, layout)
-    for unit in layout.units:
-        copies = shard.transport.copies(unit.unit, shard.slot.address)
-        order = [(group.rank + 1 + i) % group.world_size for i in range(group.world_size)]
-        assert [copy.source_rank for copy in copies] == order
-        assert [copy.is_own for copy in copies] == [False] * (group.world_size - 1) + [True]
-        whole = shard.gather(unit.unit)
-        assert whole == b"".join(chunk(r, unit.unit, unit.chunk_bytes) for r in range(group.world_size))
-        shard.transport.verify_unit(unit.unit, memoryview(shard.slot))
-    assert len(shard.transport.generations()) == group.world_size
-    group.barrier()
-    shard.transport.close()
-    shard.transport.close()
-    with pytest.raises(CommError, match=r"the windows of rank \d are closed"):
-        shard.transport.copies(0, shard.slot.address)
-    return "right"
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -48,17 +39,6 @@ def test_units_are_gathered_bit_for_bit(mode: str, world_size: int) -> None:
     run_on_ranks(gather_all, 1)  # the driver, opened once, stays
     with no_growth():
         assert run_on_ranks(gather_all, world_size, mode=mode) == ["right"] * world_size
-
-
-def gather_rows(group: Group) -> str:
-    rows, row_bytes = 7, 48
-    shard = Shard.connect(group, interleaved_layout(group.world_size, rows, row_bytes))
-    chunks = [chunk(rank, 0, rows * row_bytes) for rank in range(group.world_size)]
-    expected = b"".join(c[row * row_bytes :][:row_bytes] for row in range(rows) for c in chunks)
-    assert shard.gather(0) == expected
-    shard.transport.verify_unit(0, memoryview(shard.slot))
-    group.barrier()
-    return "right"
 
 
 def test_rows_are_gathered_by_2d_copies() -> None:
@@ -70,20 +50,6 @@ def test_bound_copies() -> None:
     assert BoundCopy(10, 8, 20, 5, 5, 3, 0, True).bound(2) == ("copy2d", 2, 10, 8, 20, 5, 5, 3)
 
 
-def change_after_load(group: Group) -> None:
-    shard = Shard.connect(group, flat_layout(group.world_size, CHUNK_SIZES))
-    if group.rank == 1:
-        memoryview(shard.window)[256 + 77] ^= 1
-    group.barrier()
-    shard.gather(0)
-    shard.transport.verify_unit(0, memoryview(shard.slot))
-    shard.gather(1)
-    try:
-        shard.transport.verify_unit(1, memoryview(shard.slot))
-    finally:
-        group.barrier()
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_other_bytes_name_reader_source_and_unit(mode: str) -> None:
     damaged = bytearray(chunk(1, 1, 4096))
@@ -92,6 +58,28 @@ def test_other_bytes_name_reader_source_and_unit(mode: str) -> None:
     for outcome in try_on_ranks(change_after_load, 3, mode=mode):
         text = f"rank {outcome.rank} gathered other bytes of unit 1 than their owners loaded: checksum {pair};"
         assert outcome.error_type == "CommError" and text in outcome.error
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_peer_holds_nobody_up(number: int) -> None:
+    """Its memory stays mapped: gathers from a dead or stopped rank are right."""
+    with no_growth():
+        outcomes = try_on_ranks(gather_beside_a_lost_peer, 3, int(number), mode="processes")
+    expected = ["", "was killed by SIGKILL" if number == signal.SIGKILL else "", ""]
+    assert [outcome.error for outcome in outcomes] == expected
+    assert [outcomes[0].value, outcomes[2].value] == ["right", "right"]
+
+
+def test_restarts_after_kills_with_mapped_windows() -> None:
+    """I2, I1: windows are nowhere in a file system, so that nothing can stay."""
+    port = free_port()
+    with no_growth():
+        for victims in ([1], [0, 1], []) * 2:
+            with start_processes(map_and_die, 2, victims, run_id="always the same", master_port=port) as ranks:
+                results = ranks.wait(60.0)
+            killed = [result.rank for result in results if result.error == "was killed by SIGKILL"]
+            assert killed == victims
+            assert all(result.value == "closed" for result in results if result.rank not in victims)
 
 
 def test_empty_units_have_no_copies() -> None:
@@ -110,92 +98,14 @@ def test_nothing_sharded_needs_no_window() -> None:
         assert transport.generations() == () and transport.num_registrations == 0
 
 
-def remap_a_rank(group: Group) -> str:
-    """E8: rank 1 comes back with other memory; the old mapping stays readable, the generation tells."""
-    shard = Shard.connect(group, flat_layout(group.world_size, CHUNK_SIZES))
-    old_copies = shard.transport.copies(1, shard.slot.address)
-    old_bytes, old_generations = shard.gather(1), shard.transport.generations()
-    own = []
-    if group.rank == 1:
-        fresh = shard.device.allocate(shard.window.num_bytes, exportable=True)
-        memoryview(fresh)[:] = b"\x05" * fresh.num_bytes
-        own = [fresh.export_fd()]
-    fds = group.all_gather(None, own)[1][1]
-    if group.rank == 1:
-        with pytest.raises(CommError, match="cannot remap its own window"):
-            shard.transport.remap(1, fds[0])
-    else:
-        shard.transport.remap(1, fds[0])
-        changed = [a != b for a, b in zip(old_generations, shard.transport.generations(), strict=True)]
-        assert changed == [rank == 1 for rank in range(group.world_size)]
-        new = shard.gather(1)
-        assert new[4096 : 2 * 4096] == b"\x05" * 4096 and new[:4096] == old_bytes[:4096]
-        assert shard.gather(1, old_copies) == old_bytes
-    for fd in fds + own:
-        os.close(fd)
-    group.barrier()
-    return "right"
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_a_rank_that_came_back_is_remapped(mode: str) -> None:
     with no_growth():
         assert run_on_ranks(remap_a_rank, 3, mode=mode) == ["right"] * 3
 
 
-def register_again_and_again(group: Group) -> list[int]:
-    """E3: one registration an allocation, however often it is asked for."""
-    device = open_device()
-    memory = device.allocate(8192, exportable=True)
-    with WindowScope(device, group) as table:
-        table.register({"a": memory})
-        held = _held()
-        for _ in range(100):
-            table.register({"a": memory})
-            assert table.num_registrations == 1 and _held() == held
-        for _ in range(100):
-            table.deregister("a")
-            assert table.num_registrations == 0
-            table.register({"a": memory})
-            assert _held() == held
-    return [1]
-
-
-class WindowScope(WindowTable):
-    def __enter__(self) -> WindowScope:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def _held() -> tuple[int, int]:
-    """(descriptors, mappings) of this process."""
-    return len(os.listdir("/proc/self/fd")), len(Path("/proc/self/maps").read_text().splitlines())
-
-
 def test_registrations_do_not_grow() -> None:
     assert run_on_ranks(register_again_and_again, 2, mode="processes") == [[1], [1]]
-
-
-def register_many(group: Group, seeded: bool) -> list[str]:
-    """E1: 20 windows, named in another order on every rank."""
-    device = open_device()
-    names = [f"{model}.{layer}" for model in ("target", "draft") for layer in range(10)]
-    names = names[group.rank :] + names[: group.rank]
-    if seeded:
-        names = list(set(names))  # processes have different hash seeds
-    windows = {name: device.allocate(4096, exportable=True) for name in names}
-    for name, memory in windows.items():
-        memoryview(memory)[: len(name) + 1] = f"{name}{group.rank}".encode()
-    table = WindowTable(device, group)
-    table.register(windows)
-    for name in names:
-        for rank in range(group.world_size):
-            found = bytes(memoryview(table.window(name, rank))[: len(name) + 1]).decode()
-            assert found == f"{name}{rank}"
-    group.barrier()
-    return sorted(names)
 
 
 @pytest.mark.parametrize("mode", MODES)
