@@ -1,5 +1,7 @@
 #include "python_calls.h"
 
+#include <nanobind/stl/pair.h>
+
 #include <atomic>
 #include <chrono>
 #include <thread>
