@@ -14,6 +14,7 @@
 #include "runtime/control_page.h"
 #include "runtime/memory.h"
 #include "runtime/op_list.h"
+#include "runtime/word.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -34,7 +35,7 @@ bool wait_bounded(double timeout_s, const Wait& wait) {
   while (true) {
     const int64_t slice_ns = std::min(left_ns, kSignalSliceNs);
     {
-      const nb::gil_scoped_release released;
+      const ReleasedGil released;
       if (wait(slice_ns)) return true;
     }
     if (PyErr_CheckSignals() != 0) throw nb::python_error();
@@ -138,9 +139,9 @@ Op parse_fields(const nb::tuple& fields, OpKind kind) {
 Op parse_op(nb::handle item, size_t index) {
   try {
     const auto fields = nb::cast<nb::tuple>(item);
-    const auto name = nb::cast<std::string>(fields[0]);
     for (const OpForm& form : kOpForms) {
-      if (name == form.name && fields.size() == form.length) return parse_fields(fields, form.kind);
+      if (fields.size() != form.length) continue;  // items of a tuple are not range-checked
+      if (nb::cast<std::string>(fields[0]) == form.name) return parse_fields(fields, form.kind);
     }
   } catch (const nb::cast_error&) {  // said below, with the op itself
   }
@@ -158,7 +159,7 @@ std::vector<Op> parse_ops(const nb::sequence& items) {
 void enqueue_python_call(Stream& stream, const nb::callable& function) {
   auto* call = new OneCall{function.inc_ref().ptr(), stream.errors()};
   try {
-    const nb::gil_scoped_release released;
+    const ReleasedGil released;
     stream.call(&run_one_call, call);
   } catch (...) {
     function.dec_ref();
@@ -180,7 +181,7 @@ class HeldCaptureLock {
   explicit HeldCaptureLock(double lock_timeout_s) : lock_timeout_s_(lock_timeout_s) {}
   void enter() {
     if (lock_ != nullptr) throw nb::value_error("this capture lock is already held");
-    const nb::gil_scoped_release released;
+    const ReleasedGil released;
     lock_ = std::make_unique<CaptureLock>(lock_timeout_s_);
   }
   void exit() { lock_.reset(); }
@@ -216,14 +217,14 @@ void bind_driver(nb::module_& m) {
 void bind_memory(nb::module_& m) {
   nb::class_<Memory>(m, "Memory", nb::type_slots(memory_slots))
       .def(nb::new_([](Driver& driver, size_t num_bytes, bool exportable) {
-             const nb::gil_scoped_release released;
+             const ReleasedGil released;
              return Memory::allocate(driver, num_bytes, exportable);
            }),
            "driver"_a, "num_bytes"_a, "exportable"_a = false)
       .def_static(
           "import_fd",
           [](Driver& driver, int fd, size_t num_bytes, bool read_only) {
-            const nb::gil_scoped_release released;
+            const ReleasedGil released;
             return Memory::import_fd(driver, fd, num_bytes, read_only);
           },
           "driver"_a, "fd"_a, "num_bytes"_a, "read_only"_a = true)
@@ -235,7 +236,7 @@ void bind_memory(nb::module_& m) {
 }
 
 void bind_streams(nb::module_& m) {
-  using Released = nb::call_guard<nb::gil_scoped_release>;
+  using Released = nb::call_guard<ReleasedGil>;
   nb::class_<Event>(m, "Event")
       .def(nb::new_([](Driver& driver, bool timing) { return std::make_shared<Event>(driver, timing); }), "driver"_a,
            "timing"_a = false)
@@ -274,7 +275,7 @@ void bind_streams(nb::module_& m) {
 }
 
 void bind_lists(nb::module_& m) {
-  using Released = nb::call_guard<nb::gil_scoped_release>;
+  using Released = nb::call_guard<ReleasedGil>;
   nb::class_<Calls>(m, "Calls")
       .def(nb::new_(&make_calls), "functions"_a)
       .def("__len__", &Calls::size)
@@ -319,6 +320,13 @@ void bind_lists(nb::module_& m) {
 }
 
 void bind_control_page(nb::module_& m) {
+  nb::class_<Word>(m, "Word")
+      .def(nb::init<std::shared_ptr<Memory>, size_t>(), "memory"_a, "offset"_a = 0)
+      .def_prop_ro("address", &Word::address)
+      .def_prop_ro("value", &Word::load)
+      .def("store", &Word::store, "value"_a)
+      .def("wait", &Word::wait, "value"_a, "timeout_s"_a, nb::call_guard<ReleasedGil>());
+
   nb::class_<ControlPage>(m, "ControlPage")
       .def(nb::new_(&ControlPage::create))
       .def_static("open_fd", &ControlPage::open_fd, "fd"_a)
@@ -364,6 +372,6 @@ NB_MODULE(_core, m) {
       [](uintptr_t destination, uintptr_t source, size_t num_bytes) {
         std::memcpy(reinterpret_cast<void*>(destination), reinterpret_cast<const void*>(source), num_bytes);
       },
-      "destination"_a, "source"_a, "num_bytes"_a, nb::call_guard<nb::gil_scoped_release>());
+      "destination"_a, "source"_a, "num_bytes"_a, nb::call_guard<ReleasedGil>());
   prepare_python_calls();
 }

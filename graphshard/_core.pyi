@@ -160,6 +160,20 @@ class GraphExec:
         """Enqueue on `stream`; launches of one exec are ordered, from whatever stream."""
     def upload(self, stream: Stream) -> None: ...
 
+class Word:
+    """A 32-bit word in `memory` that streams write (`write_value`) and the host waits for. Never stale, unlike an event
+    that a graph records on each launch: clear it, launch, wait."""
+
+    def __init__(self, memory: Memory, offset: int = 0) -> None: ...
+    @property
+    def address(self) -> int: ...
+    @property
+    def value(self) -> int: ...
+    def store(self, value: int) -> None:
+        """With release order; wakes whoever waits."""
+    def wait(self, value: int, timeout_s: float) -> bool:
+        """Until the word, as a signed difference, is >= `value`; False if `timeout_s` passed first."""
+
 class ControlPage:
     """4096 shared bytes of one rank, written with release and read with acquire order, never by plain stores.
 

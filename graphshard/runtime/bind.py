@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from graphshard._core import Driver, OpList, Stream
+from graphshard._core import Driver, OpList, Stream, Word
 from graphshard.comm.pull import PullTransport
 from graphshard.core.lowering import Compute, CopyRun, Lowered, Record, lower
 from graphshard.core.ops import AgLaunch
@@ -46,8 +46,6 @@ class BoundProgram:
     sources: tuple[int, ...]
     """The program's op that each bound op comes from (-1: fork or join)."""
     streams: tuple[Stream, ...]
-    outputs_index: int
-    """The bound op after which the step's outputs are complete."""
 
 
 def bind_program(
@@ -58,38 +56,38 @@ def bind_program(
     transport: PullTransport,
     *,
     num_copy_streams: int,
+    done: Word,
     hooks: Hooks,
 ) -> BoundProgram:
-    """Bind `program`; `streams` maps the lowered list's stream names."""
+    """Bind `program`; `streams` maps the lowered list's stream names. The list sets `done` to 1 at its outputs."""
     lowered = lower(program, num_copies=transport.world_size, num_copy_streams=num_copy_streams)
     index = {name: i for i, name in enumerate(lowered.streams)}
     ops: list[BoundOp] = []
     sources: list[int] = []
     computes: list[Compute] = []
-    outputs_index = -1
     stalled: set[int] = set()
     for op in lowered.ops:
         stream = index[op.stream]
-        bound: Iterable[BoundOp]
+        bound: list[BoundOp]
         if op.op in hooks.stalls and op.op not in stalled and not isinstance(op, Record):
             stalled.add(op.op)
             ops.append(("wait_value", stream, hooks.stalls[op.op], 1))
             sources.append(op.op)
         if isinstance(op, CopyRun):
-            bound = _copy_ops(op, stream, memory, transport, hooks)
+            bound = list(_copy_ops(op, stream, memory, transport, hooks))
         elif isinstance(op, Compute):
             bound = [("call", stream, len(computes))]
             computes.append(op)
         else:
             bound = [("record" if isinstance(op, Record) else "wait", stream, op.event)]
             if isinstance(op, Record) and op.event == lowered.outputs_event:
-                outputs_index = len(ops)
+                bound.append(("write_value", stream, done.address, 1))
         for one in bound:
             ops.append(one)
             sources.append(op.op)
     used = tuple(streams[name] for name in lowered.streams)
     op_list = OpList(driver, used, lowered.num_events, ops)
-    return BoundProgram(program, lowered, op_list, tuple(computes), tuple(sources), used, outputs_index)
+    return BoundProgram(program, lowered, op_list, tuple(computes), tuple(sources), used)
 
 
 def bind_gather(

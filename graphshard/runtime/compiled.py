@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from graphshard.core.layout import Layout, build_layout
 from graphshard.core.plan import Plan
 from graphshard.core.program import Program
 from graphshard.core.specs import ModelSpec, StepShape
+from graphshard.schedule.emit import emit_all
 from graphshard.verify import verify
 
 
@@ -22,14 +23,13 @@ class Compiled:
     programs: Mapping[StepShape, Program]
 
 
-def compile_plan(model: ModelSpec, plan: Plan, emit: Callable[[ModelSpec, Plan], Program]) -> Compiled:
+def compile_plan(model: ModelSpec, plan: Plan) -> Compiled:
     """Layout and programs of `plan`.
 
     Raises:
         ProgramError: the verifier found a race; no byte has been reserved.
     """
-    program = emit(model, plan)
-    programs = dict.fromkeys(plan.step_shapes, program)
+    programs = emit_all(model, plan)
     layout = build_layout(model, plan)
     verify(programs, layout, model=model, num_copy_streams=plan.num_copy_streams).raise_if_bad()
     return Compiled(model, plan, layout, programs)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from graphshard._core import Calls, Event, Graph
+from graphshard._core import Calls, Graph
 from graphshard.core.errors import DeviceError
 from graphshard.core.specs import StepShape
 from graphshard.runtime.bind import BoundProgram
@@ -39,8 +39,7 @@ class StepGraph:
                 "finish it first, captures may not overlap"
             )
         try:
-            self._outputs_ready = Event(runtime.driver)
-            self._graph: Graph | None = bound.op_list.capture(calls, [(bound.outputs_index, self._outputs_ready)])
+            self._graph: Graph | None = bound.op_list.capture(calls)
             self._exec = self._graph.instantiate(executor, runtime.hooks.seed)
         finally:
             _capture_lock.release()
@@ -62,7 +61,7 @@ class StepGraph:
             DeviceError: the graph was closed, or its memory has been remapped since it was captured.
             CommError: the step did not end in time.
         """
-        self._runtime.step(self.shape, self._bound, self._launch, self._outputs_ready, self._calls)
+        self._runtime.step(self.shape, self._bound, self._launch, self._calls)
 
     def num_nodes(self) -> dict[str, int]:
         """The captured graph's nodes, by kind."""

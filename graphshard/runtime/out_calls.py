@@ -39,7 +39,7 @@ def out_calls(
 
 
 def in_place_calls(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Call]:
-    """Bindings that should do to its `self` or `out` what the mutable op `func` does. The caller must check the bits."""
+    """Bindings that should do what the mutable op `func` does to `self` or `out`. The caller must check the bits."""
     binding = _function(func) if "out" in kwargs else _method(func)
     if binding is not None:
         yield binding, args, kwargs

@@ -14,7 +14,7 @@ from types import TracebackType
 
 from torch import Tensor
 
-from graphshard._core import Calls, Driver, Event, Stream
+from graphshard._core import Calls, Driver, Memory, Stream, Word
 from graphshard.comm.control import ControlTable
 from graphshard.comm.group import Group
 from graphshard.comm.pull import PullTransport
@@ -74,7 +74,7 @@ class Runtime:
             if shape not in self._eager:
                 self._eager[shape] = self._compute.eager(shape, bound.computes)
             calls = self._eager[shape]
-            self.step(shape, bound, lambda: bound.op_list.issue(calls), None, calls)
+            self.step(shape, bound, lambda: bound.op_list.issue(calls), calls)
         return self.buffers(shape, "output")
 
     def capture(self, shapes: Iterable[StepShape] = ()) -> None:
@@ -127,24 +127,20 @@ class Runtime:
         shape: StepShape,
         bound: BoundProgram,
         launch: Callable[[], None],
-        outputs_ready: Event | None,
         calls: Calls,
     ) -> None:
         """One step, eager or captured: prime, launch, wait for the outputs. Used by `run` and `StepGraph.replay`."""
         with self._lock:
             self._check_open()
             self._slots.enter(bound.program)
+            self._done.store(0)
             try:
                 launch()
                 self._slots.leave(bound.program)
                 self._num_steps += 1
-                if outputs_ready is None:
-                    done = bound.op_list.wait_event(bound.lowered.outputs_event, self.timeout_s)
-                else:
-                    done = outputs_ready.synchronize(self.timeout_s)
-                if not done:
+                if not self._done.wait(1, self.timeout_s):
                     self._late = True
-                    raise CommError(self._late_text(shape, bound, outputs_ready is None))
+                    raise CommError(self._late_text(shape, bound, calls is self._eager.get(shape)))
                 calls.check()
             except BaseException:
                 self._slots.forget()
@@ -221,6 +217,7 @@ class Runtime:
     def _bind(self) -> None:
         names = ["compute", "copy", *(f"copy{i}" for i in range(1, self.plan.num_copy_streams)), "copy_own", "prefetch"]
         self._streams = {name: Stream(self.driver) for name in names}
+        self._done = Word(Memory(self.driver, 4))
         by_digest: dict[str, BoundProgram] = {}
         for shape, program in self.programs.items():
             if program.digest not in by_digest:
@@ -231,6 +228,7 @@ class Runtime:
                     self._memory,
                     self._transport,
                     num_copy_streams=self.plan.num_copy_streams,
+                    done=self._done,
                     hooks=self.hooks,
                 )
             self._bound[shape] = by_digest[program.digest]
@@ -277,14 +275,14 @@ class Runtime:
                 )
             self._late = False
 
-    def _late_text(self, shape: StepShape, bound: BoundProgram, eager: bool) -> str:
+    def _late_text(self, shape: StepShape, bound: BoundProgram, is_eager: bool) -> str:
         where = ""
-        if eager:
-            for op in bound.lowered.ops:
-                if isinstance(op, Record) and op.op >= 0 and not bound.op_list.event_done(op.event):
-                    where = f"; the first op that is not done is op {op.op} {bound.program.ops[op.op]}"
-                    break
+        for op in bound.lowered.ops if is_eager else ():
+            if isinstance(op, Record) and op.op >= 0 and not bound.op_list.event_done(op.event):
+                where = f"; the first op that is not done is op {op.op} {bound.program.ops[op.op]}"
+                break
         return (
             f"rank {self.rank} waited {self.timeout_s:.1f} s for step {self._num_steps} of shape {shape} "
-            f"({'eager' if eager else 'graph'}){where}; peers: {self._control.describe()}"
+            f"({'eager' if is_eager else 'graph'}){where}; "
+            f"peers: {self._control.describe()}"
         )
