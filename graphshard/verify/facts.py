@@ -82,10 +82,3 @@ def refill_of(program: Program, following: Program) -> dict[int, int]:
             if unit is not None and (slot >= len(program.exit) or program.exit[slot] != unit):
                 refill[slot] = unit
     return refill
-
-
-def has_borders(lowered: Lowered) -> bool:
-    """Whether everything in the list is ordered after `compute`'s begin and before its end: a barrier on both sides."""
-    order = Order((lowered,))
-    nodes = [order.node(0, index) for index in range(len(lowered.ops))]
-    return all(order.before(order.begin(0), node) and order.before(node, order.end(0)) for node in nodes)

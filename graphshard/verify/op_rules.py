@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from graphshard.core.lowering import Compute, CopyRun, Record, Wait
-from graphshard.core.ops import AgLaunch, Gemm, RecordOutputs
+from graphshard.core.ops import AgLaunch, Gemm, RecordGate, RecordOutputs, WaitOnce
 from graphshard.core.program import Program
 from graphshard.verify.facts import Facts
 from graphshard.verify.history import Stay
@@ -19,20 +19,24 @@ def indices_exist(facts: Facts) -> Iterator[Violation]:
         if len(state) != program.num_slots:
             text = f"{name} states {len(state)} slots of {program.num_slots}"
             yield Violation(1, None, None, None, text)
-        for slot, unit in enumerate(state):
+        for held, unit in enumerate(state):
             if unit is not None and not 0 <= unit < program.num_units:
-                yield Violation(1, None, unit, slot, f"{name} of slot {slot} is unit {unit} of {program.num_units}")
+                yield Violation(1, None, unit, held, f"{name} of slot {held} is unit {unit} of {program.num_units}")
     for index, op in enumerate(program.ops + program.outside):
-        where = op_text(program, index) if index < len(program.ops) else f"outside {op}"
         if isinstance(op, RecordOutputs):
             continue
-        for unit in op.units if isinstance(op, Gemm) else (op.unit,):
-            if not 0 <= unit < program.num_units:
-                text = f"{where}: there is no unit {unit}, units are 0 to {program.num_units - 1}"
-                yield Violation(1, index, unit, None, text)
-        if not isinstance(op, Gemm) and not 0 <= op.slot < program.num_slots:
-            text = f"{where}: there is no slot {op.slot}, slots are 0 to {program.num_slots - 1}"
-            yield Violation(1, index, op.unit, op.slot, text)
+        slot = None if isinstance(op, Gemm) else op.slot
+        found = [f"unit {u}" for u in _units(op) if not 0 <= u < program.num_units]
+        found += [] if slot is None or 0 <= slot < program.num_slots else [f"slot {slot}"]
+        if found:
+            is_inside = index < len(program.ops)
+            where = op_text(program, index) if is_inside else f"outside {op}"
+            text = f"{where}: there is no {' and no '.join(found)}; units are 0 to {program.num_units - 1}"
+            yield Violation(1, index if is_inside else None, None, slot, f"{text}, slots 0 to {program.num_slots - 1}")
+
+
+def _units(op: AgLaunch | WaitOnce | RecordGate | Gemm) -> tuple[int, ...]:
+    return op.units if isinstance(op, Gemm) else (op.unit,)
 
 
 def segments_run_once(facts: Facts) -> Iterator[Violation]:
@@ -86,8 +90,11 @@ def events_exist(facts: Facts) -> Iterator[Violation]:
 
 def _in_list(program: Program, rule: int, op: int, text: str, wrong_bytes: bool = False) -> Violation:
     """A violation of a lowered op; `op` -1 is the list's own fork or join."""
-    where = op if op >= 0 else None
-    return Violation(rule, where, None, None, f"{op_text(program, op)}: {text}", wrong_bytes)
+    if not 0 <= op < len(program.ops):
+        return Violation(rule, None, None, None, f"{op_text(program, op)}: {text}", wrong_bytes)
+    owner = program.ops[op]
+    unit, slot = (None, None) if isinstance(owner, Gemm | RecordOutputs) else (owner.unit, owner.slot)
+    return Violation(rule, op, unit, slot, f"{op_text(program, op)}: {text}", wrong_bytes)
 
 
 def gathers_are_whole(facts: Facts) -> Iterator[Violation]:
@@ -159,10 +166,13 @@ def gate_follows_readers(facts: Facts) -> Iterator[Violation]:
     """R5 on the program: every stay that is read has one gate, after its last reader and on that reader's stream."""
     program, history = facts.program, facts.history
     for stay in history.stays:
+        where = f"unit {stay.unit} in slot {stay.slot}"
         if not stay.reads:
+            for gate in stay.gates:
+                text = f"{op_text(program, gate)}: nothing has read {where} before; record it after the last reader"
+                yield Violation(5, gate, stay.unit, stay.slot, text)
             continue
         last = stay.reads[-1]
-        where = f"unit {stay.unit} in slot {stay.slot}"
         if not stay.gates:
             text = f"{op_text(program, last)} is the last reader of {where}, but no record_gate follows it"
             yield Violation(5, last, stay.unit, stay.slot, text)

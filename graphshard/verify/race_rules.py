@@ -26,14 +26,16 @@ def judge(facts: Facts, race: Race) -> Violation:
     if race.kind == "partial":
         assert race.held is not None
         text = f"{_reads(facts, race)}, {_source(facts, race.held)}, but not all of its copies are issued before"
-        return _violation(2, race.read.op, race.read.unit, race.slot, text)
+        return _violation(2, race.read.step, race.read.op, race.read.unit, race.slot, text)
     if race.kind == "early":
         return _early(facts, race)
     if race.kind == "overwrite":
         return _overwrite(facts, race)
     assert race.write is not None
     what = f"{_op(facts, race.write)} may run before {_op(facts, race.read)} has filled slot {race.slot} with unit"
-    return _violation(6, race.write.op, race.read.unit, race.slot, f"{what} {race.read.unit}; order the two gathers")
+    return _violation(
+        6, race.write.step, race.write.op, race.read.unit, race.slot, f"{what} {race.read.unit}; order the two gathers"
+    )
 
 
 def _absent(facts: Facts, race: Race) -> Violation:
@@ -45,12 +47,12 @@ def _absent(facts: Facts, race: Race) -> Violation:
         if gate is not None:
             return _gate_before_read(facts, read, race.slot, gate)
         text = f"{_reads(facts, race)}, which is neither gathered before nor held at entry"
-        return _violation(2, read.op, read.unit, None, text)
+        return _violation(2, read.step, read.op, read.unit, None, text)
     wants_entry = program.entry[race.slot] == read.unit if race.slot < len(program.entry) else False
     if wants_entry and read.step == 1 and (held is None or held.step == 0):
         found = "nothing" if held is None else f"unit {held.unit} ({_source(facts, held)})"
         text = f"{_reads(facts, race)}, held at entry, but the step before leaves {found} there"
-        return _violation(9, read.op, read.unit, race.slot, text)
+        return _violation(9, read.step, read.op, read.unit, race.slot, text)
     if race.lost is not None and race.write is not None and race.lost.step == race.write.step:
         stay = facts.stay_of(race.lost.step, race.lost, race.slot)
         if stay is not None and stay.gates and stay.gates[0] < min(read.op, race.write.op):
@@ -59,7 +61,7 @@ def _absent(facts: Facts, race: Race) -> Violation:
             return _too_early(facts, race.slot, race.write, read, _gates_after(facts, read, race.slot))
     found = "holds nothing" if held is None else f"holds unit {held.unit} ({_source(facts, held)})"
     text = f"{_reads(facts, race)}, which {found}; gather unit {read.unit} before"
-    return _violation(2, read.op, read.unit, race.slot, text)
+    return _violation(2, read.step, read.op, read.unit, race.slot, text)
 
 
 def _early(facts: Facts, race: Race) -> Violation:
@@ -72,7 +74,7 @@ def _early(facts: Facts, race: Race) -> Violation:
     waits = [] if stay is None else stay.waits
     hint = f"; its wait_once is op {waits[0]}" if waits else ""
     text = f"{_reads(facts, race)}, but no wait_once for it is ordered before ({_source(facts, race.held)}){hint}"
-    return _violation(3, read.op, read.unit, race.slot, text)
+    return _violation(3, read.step, read.op, read.unit, race.slot, text)
 
 
 def _overwrite(facts: Facts, race: Race) -> Violation:
@@ -92,7 +94,7 @@ def _gate_before_read(facts: Facts, read: Access, slot: int, gate: int) -> Viola
     program = facts.program_of(read.step)
     slot = slot if slot != NO_SLOT else program.entry.index(read.unit)
     text = f"{op_text(program, gate)} is not after op {read.op}, which reads unit {read.unit} in slot {slot}"
-    return _violation(5, gate, read.unit, slot, f"{text}; record it after the slot's last reader")
+    return _violation(5, read.step, gate, read.unit, slot, f"{text}; record it after the slot's last reader")
 
 
 def _too_early(facts: Facts, slot: int, write: Access, read: Access, gates: Sequence[int]) -> Violation:
@@ -102,7 +104,7 @@ def _too_early(facts: Facts, slot: int, write: Access, read: Access, gates: Sequ
     gate = f"slot {slot}'s gate is op {gates[-1]}" if gates else f"no gate of slot {slot} follows it"
     text = f"{_op(facts, write)} overwrites unit {read.unit}, still read by op {read.op}{before}; {gate}"
     text += f". Use num_slots >= {program.num_slots + 1} or launch later"
-    return _violation(6, write.op, read.unit, slot, text)
+    return _violation(6, write.step, write.op, read.unit, slot, text)
 
 
 def _gates_after(facts: Facts, read: Access, slot: int) -> list[int]:
@@ -124,8 +126,8 @@ def _entry_gate(facts: Facts, read: Access) -> int | None:
     return None
 
 
-def _violation(rule: int, op: int, unit: int, slot: int | None, text: str) -> Violation:
-    return Violation(rule, op if op >= 0 else None, unit, slot, text, wrong_bytes=True)
+def _violation(rule: int, step: int, op: int, unit: int, slot: int | None, text: str) -> Violation:
+    return Violation(rule, op if op >= 0 else None, unit, slot, text, wrong_bytes=True, step=step)
 
 
 def _op(facts: Facts, access: Access) -> str:

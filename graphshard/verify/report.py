@@ -41,6 +41,8 @@ class Violation:
     slot: int | None
     text: str
     wrong_bytes: bool = False
+    step: int = 0
+    """Whose op it is: 0 or 1 of two consecutive steps."""
     where: str = ""
     """The step shapes it is about; empty if all share one program."""
 

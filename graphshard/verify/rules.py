@@ -11,7 +11,7 @@ from graphshard.core.lowering import Lowered, lower
 from graphshard.core.program import Program
 from graphshard.core.specs import ModelSpec, StepShape
 from graphshard.verify import layout_rules, op_rules
-from graphshard.verify.facts import Facts, has_borders
+from graphshard.verify.facts import Facts
 from graphshard.verify.history import history_of
 from graphshard.verify.race_rules import race_violations
 from graphshard.verify.report import Key, Report, Violation, merge
@@ -115,16 +115,16 @@ def _check(
         known[number] = {violation.key: violation.wrong_bytes for violation in violations}
         where = f" (step shape {case.shapes})" if len(cases) > 1 and case.shapes else ""
         found += [replace(violation, where=where) for violation in violations]
-    bordered = [len(cases) == 1 or has_borders(case.lowered) for case in cases]
     for first, before in enumerate(cases):
         for second, after in enumerate(cases):
-            if first == second or (bordered[first] and bordered[second] and not known[first]):
-                continue  # a barrier lies between the steps, and the first one leaves what it states
+            is_barrier = not known[first] and all(key[0] != 8 for key in known[second])
+            if first == second or is_barrier:
+                continue  # what is joined before and forked after meets nothing, and the first leaves what it states
             facts = _facts(before, after, num_copies, layout, model, wanted)
-            violations = merge([v for rule in RULES if rule.over_pairs for v in rule.check(facts)])
+            said = (known[first], known[second])
+            pairwise = [violation for rule in RULES if rule.over_pairs for violation in rule.check(facts)]
+            fresh = merge([v for v in pairwise if v.wrong_bytes > said[v.step].get(v.key, -1)])
             where = f" (step shape {after.shapes} after {before.shapes})"
-            said = known[first] | known[second]
-            fresh = [v for v in violations if v.key not in said or (v.wrong_bytes and not said[v.key])]
             found += [replace(violation, where=where) for violation in fresh]
     return tuple(sorted(found, key=lambda v: (v.rule, -1 if v.op is None else v.op)))
 

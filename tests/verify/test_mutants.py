@@ -69,8 +69,8 @@ class Score:
         total = sum(self.counts.values(), Counter())
         with capsys.disabled():
             print(
-                f"\n{what}: {total['mutants']}, harmful {total['harmful']}, caught by the right rule {total['caught']}, "
-                f"harmless but against a rule {total['rule alone']}, harmless and accepted {total['equal']}"
+                f"\n{what}: {total['mutants']}, harmful {total['harmful']}, of these caught by the right rule "
+                f"{total['caught']}; harmless but against a rule {total['rule alone']}, accepted {total['equal']}"
             )
         assert not self.missed, f"{len(self.missed)} mutants, the first: {self.missed[0]}"
         idle = [kind for kind, count in self.counts.items() if not count["harmful"]]
