@@ -102,7 +102,7 @@ def _copy_ops(
     run: CopyRun, stream: int, memory: RuntimeMemory, transport: PullTransport, hooks: Hooks
 ) -> Iterable[BoundOp]:
     base = memory.slot_address(run.slot)
-    if hooks.poison and run.begin == 0:
-        yield ("fill", stream, base, POISON, memory.layout.slots[run.slot].num_bytes)
     for copy in transport.copies(run.unit, base)[run.begin : run.end]:
+        if hooks.poison:  # each branch poisons what it will write: branches run side by side
+            yield ("fill", stream, copy.destination, POISON, copy.row_bytes)
         yield copy.bound(stream)

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from graphshard._core import Calls, Graph
+from graphshard._core import Calls, Graph, GraphExec
 from graphshard.core.errors import DeviceError
 from graphshard.core.specs import StepShape
 from graphshard.runtime.bind import BoundProgram
 
 if TYPE_CHECKING:
     from graphshard.runtime.runtime import Runtime
-
-# Note [capture lock]: captures may not meet, in one process, on whatever streams (CUDA error 902, and torch's pool).
-_capture_lock = threading.Lock()
 
 
 class StepGraph:
@@ -31,18 +27,10 @@ class StepGraph:
         """Capture `bound` with `calls` as its compute. Nothing runs.
 
         Raises:
-            DeviceError: another capture is open in this process, or the driver refused.
+            DeviceError: the driver refused.
         """
-        if not _capture_lock.acquire(blocking=False):
-            raise DeviceError(
-                f"step shape {shape} cannot be captured: another capture is open in this process; "
-                "finish it first, captures may not overlap"
-            )
-        try:
-            self._graph: Graph | None = bound.op_list.capture(calls)
-            self._exec = self._graph.instantiate(executor, runtime.hooks.seed)
-        finally:
-            _capture_lock.release()
+        self._graph: Graph | None = bound.op_list.capture(calls)
+        self._exec: GraphExec | None = self._graph.instantiate(executor, runtime.hooks.seed)
         self.shape = shape
         self.inputs: dict[str, Tensor] = runtime.buffers(shape, "input")
         self.outputs: dict[str, Tensor] = runtime.buffers(shape, "output")
@@ -65,20 +53,16 @@ class StepGraph:
 
     def num_nodes(self) -> dict[str, int]:
         """The captured graph's nodes, by kind."""
-        return self._open().num_nodes()
+        return {} if self._graph is None else self._graph.num_nodes()
 
     def close(self) -> None:
         """Give the graph back. Idempotent; a later replay is refused."""
         self._graph = None
-        self._exec = None  # type: ignore[assignment]  # a closed graph has none, and _open() says so first
-
-    def _open(self) -> Graph:
-        if self._graph is None:
-            raise DeviceError(f"the graph of step shape {self.shape} is closed; capture again with Runtime.capture")
-        return self._graph
+        self._exec = None
 
     def _launch(self) -> None:
-        self._open()
+        if self._exec is None:
+            raise DeviceError(f"the graph of step shape {self.shape} is closed; capture again with Runtime.capture")
         if self._generations != self._runtime.generations():
             raise DeviceError(
                 f"the graph of step shape {self.shape} was captured over memory that has been remapped since: "

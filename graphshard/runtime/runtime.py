@@ -23,6 +23,7 @@ from graphshard.core.lowering import Record
 from graphshard.core.ops import AgLaunch
 from graphshard.core.specs import BufferRole, StepShape
 from graphshard.runtime.bind import BoundProgram, Hooks, bind_program
+from graphshard.runtime.capture_lock import capture_lock
 from graphshard.runtime.compiled import Compiled
 from graphshard.runtime.compute import ComputeTable
 from graphshard.runtime.graphs import StepGraph
@@ -86,8 +87,10 @@ class Runtime:
         with self._lock:
             self._check_open()
             for shape in sorted(map(self._known, shapes or self.programs), reverse=True):
-                if shape not in self._graphs:
-                    bound = self._bound[shape]
+                if shape in self._graphs:
+                    continue
+                bound = self._bound[shape]
+                with capture_lock(f"step shape {shape}", self.timeout_s):
                     calls = self._compute.captured(shape, bound.computes)
                     self._graphs[shape] = StepGraph(self, shape, bound, calls, self.plan.executor)
 
