@@ -14,12 +14,14 @@ namespace nb = nanobind;
 
 namespace {
 
-// Note [the end of the interpreter]: a thread that asks for the GIL of an interpreter that is going away is killed or
-// stuck by it. So the exit handler, which still runs in a whole interpreter, closes this gate and waits until every
-// thread that had passed it has left Python; later host functions return at once.
+// Note [the end of the interpreter]: a thread that asks for the GIL of an interpreter that is going away is killed by
+// it, which a C++ frame on its stack turns into an abort. So the exit handler, which still runs in a whole interpreter,
+// closes this gate and waits until every thread that had passed it has what it asked for. After that host functions
+// return at once, and daemon threads that come back from a wait stay where they are until the process is gone.
 struct Gate {
   std::atomic<int> num_inside{0};
   std::atomic<bool> is_closed{false};
+  std::thread::id closing_thread;
 
   bool enter() {
     num_inside.fetch_add(1);
@@ -117,9 +119,10 @@ struct PythonCalls {
 };
 
 void close_python_calls() {
+  gate.closing_thread = std::this_thread::get_id();
   gate.is_closed.store(true);
   if (Driver::is_forked()) return;  // the threads are the parent's
-  const nb::gil_scoped_release released;
+  const ReleasedGil released;
   const auto deadline = std::chrono::steady_clock::now() + kExitWait;
   while (gate.num_inside.load() > 0 && std::chrono::steady_clock::now() < deadline) {
     std::this_thread::sleep_for(std::chrono::microseconds(100));
@@ -133,11 +136,23 @@ void run_without_gil(void (*function)(void*), void* argument) {
     return;
   }
   const nb::error_scope kept;  // destructors may run while an exception is on its way
-  const nb::gil_scoped_release released;
+  const ReleasedGil released;
   function(argument);
 }
 
 }  // namespace
+
+ReleasedGil::ReleasedGil() : state_(PyEval_SaveThread()) {}
+
+ReleasedGil::~ReleasedGil() {
+  if (gate.enter()) {
+    PyEval_RestoreThread(state_);
+    gate.leave();
+    return;
+  }
+  while (std::this_thread::get_id() != gate.closing_thread) std::this_thread::sleep_for(std::chrono::hours(1));
+  PyEval_RestoreThread(state_);
+}
 
 std::shared_ptr<Calls> make_calls(const nb::sequence& functions) {
   auto owner = std::make_shared<PythonCalls>();

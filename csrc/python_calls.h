@@ -11,6 +11,18 @@
 
 namespace graphshard {
 
+// Python's lock released for a scope, as nanobind::gil_scoped_release, but with a quiet end for daemon threads.
+class ReleasedGil {
+ public:
+  ReleasedGil();
+  ~ReleasedGil();
+  ReleasedGil(const ReleasedGil&) = delete;
+  ReleasedGil& operator=(const ReleasedGil&) = delete;
+
+ private:
+  PyThreadState* state_;
+};
+
 // `functions` are Python callables or (address of a `void (*)(void*)`, its argument) pairs.
 std::shared_ptr<Calls> make_calls(const nanobind::sequence& functions);
 

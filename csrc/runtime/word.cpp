@@ -47,7 +47,8 @@ bool Word::wait(uint32_t value, double timeout_s) const {
   for (int i = 0; i < kSpins; ++i) {
     if (reached(value)) return true;
   }
-  const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_s));
+  const auto deadline =
+      Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_s));
   for (;;) {
     const uint32_t seen = load();
     if (static_cast<int32_t>(seen - value) >= 0) return true;

@@ -7,9 +7,9 @@
 
 namespace graphshard {
 
-// Note [no event across a launch]: an event that a graph records on each launch still shows the previous launch's record
-// until the node has run, so a host that waits for it may pass early. A word that the host clears before the launch, and
-// that the graph writes, cannot be stale.
+// Note [no event across a launch]: an event that a graph records on each launch still shows the previous launch's
+// record until the node has run, so a host that waits for it may pass early. A word that the host clears before the
+// launch, and that the graph writes, cannot be stale.
 class Word {
  public:
   // The word at `offset` of `memory`, which the host must be able to read and write.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import textwrap
+
 import pytest
 from device_helpers import run_python
 
@@ -88,7 +90,7 @@ ENDINGS = {
 
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_interpreter_ends_silently(driver: Driver, ending: str) -> None:
-    code = SETUP + ENDINGS[ending] + "    print('done')\n    sys.exit(7)\n"
+    code = "\n".join([*map(textwrap.dedent, (SETUP, ENDINGS[ending])), "print('done')", "sys.exit(7)"])
     done = run_python(code, driver.path)
     assert (done.returncode, done.stdout, done.stderr) == (7, "done\n", "")
 
