@@ -135,9 +135,12 @@ def _variants(arena: _Arena, stream: Stream, device: Device, request: GatherRequ
             offset = unit * arena.stride
             memcpy(arena.slots.address + offset, arena.sources.address + offset, arena.num_bytes)
 
+    # its name since torch 2.13
+    all_gather = getattr(torch.distributed, "all_gather_single", torch.distributed.all_gather_into_tensor)
+
     def gloo() -> None:
         for unit in units:
-            torch.distributed.all_gather_into_tensor(arena.slot(unit), arena.chunk(unit))
+            all_gather(arena.slot(unit), arena.chunk(unit))
 
     known = {"memcpy": copy, "gloo": gloo}
     return {"pull": pull, **{peer: known[peer] for peer in request.peers}}

@@ -13,12 +13,12 @@ from graphshard.core.plan import Plan
 from graphshard.core.specs import BufferSpec, ModelSpec, StepShape
 from graphshard.device import open_device
 from graphshard.runtime.bind import Hooks
-from graphshard.runtime.build import build_runtime, compile_plan
+from graphshard.runtime.build import build_runtime
+from graphshard.runtime.compiled import compile_plan
 from graphshard.runtime.memory import torch_dtype
 from graphshard.runtime.model import Segment, StepState
 from graphshard.runtime.runtime import Runtime
 from graphshard.runtime.source import TensorSource
-from graphshard.schedule.emit import emit
 
 
 class NoopModel:
@@ -41,7 +41,7 @@ def noop_runtime(model: ModelSpec, plan: Plan, group: Group, timeout_s: float = 
     """A runtime of `model` with zero weights on the host device (collective)."""
     weights = {weight.name: torch.zeros(weight.shape, dtype=torch_dtype(weight.dtype)) for weight in model.weights}
     return build_runtime(
-        compile_plan(model, plan, emit),
+        compile_plan(model, plan),
         NoopModel(model),
         lambda: TensorSource(weights),
         group,

@@ -16,8 +16,8 @@ class Summary:
     n: int
 
     def text(self, unit: str) -> str:
-        """`512.3 us (p10 509, p90 530, n=50)`."""
-        return f"{self.median:.1f} {unit} (p10 {self.p10:.1f}, p90 {self.p90:.1f}, n={self.n})"
+        """`512 us (p10 509, p90 530, n=50)`, three digits each."""
+        return f"{self.median:.3g} {unit} (p10 {self.p10:.3g}, p90 {self.p90:.3g}, n={self.n})"
 
 
 def summarize(samples: Sequence[float]) -> Summary:

@@ -35,7 +35,7 @@ class BoundRow:
     """A bound op as text: no addresses, so equal on every rank and in every run."""
 
     kind: str
-    """As `_core.OpList` names it: record, wait, copy, call."""
+    """As `_core.OpList` names it: record, wait, copy, call, write_value."""
     stream: str
     source: int
     """The program's op it comes from; -1: fork or join."""
@@ -61,6 +61,8 @@ def bound_rows(bound: BoundProgram, world_size: int, rank: int) -> list[BoundRow
         else:
             kind = "record" if isinstance(op, Record) else "wait"
             rows.append(BoundRow(kind, op.stream, op.op, f"event={op.event}"))
+            if kind == "record" and op.event == bound.lowered.outputs_event:
+                rows.append(BoundRow("write_value", op.stream, op.op, "outputs are ready"))
     assert len(rows) == len(bound.op_list), f"{len(rows)} rows for {len(bound.op_list)} bound ops"
     return rows
 
@@ -76,22 +78,26 @@ def trace_step(runtime: Runtime, shape: StepShape, num_warmups: int = 3) -> list
     """
     bound = bound_of(runtime, shape)
     calls = runtime._compute.captured(shape, bound.computes)
-    events = [Event(runtime.driver, timing=True) for _ in range(len(bound.op_list))]
-    graph = bound.op_list.capture(calls, list(enumerate(events)))
+    rows = bound_rows(bound, runtime.group.world_size, runtime.rank)
+    origin = bound.lowered.streams[0]
+    # not after records on other streams: the origin joins there, and a node behind it would be left unjoined
+    timed = [i for i, row in enumerate(rows) if row.stream == origin or row.kind != "record"]
+    events = {i: Event(runtime.driver, timing=True) for i in timed}
+    graph = bound.op_list.capture(calls, list(events.items()))
     launcher = graph.instantiate(runtime.plan.executor)
     for _ in range(num_warmups + 1):
-        runtime.step(shape, bound, lambda: launcher.launch(bound.streams[0]), events[bound.outputs_index], calls)
+        runtime.step(shape, bound, lambda: launcher.launch(bound.streams[0]), calls)
     for stream in bound.streams:
         if not stream.synchronize(runtime.timeout_s):
             raise CommError(f"rank {runtime.rank} waited {runtime.timeout_s:.1f} s for the end of a traced step")
-    times = [event.elapsed_us(events[0]) for event in events]
-    return _spans(bound_rows(bound, runtime.group.world_size, runtime.rank), times, bound.program)
+    times = [(rows[i], event.elapsed_us(events[0])) for i, event in events.items()]
+    return _spans(times, bound.program)
 
 
-def _spans(rows: list[BoundRow], times: list[float], program: Program) -> list[Span]:
+def _spans(times: list[tuple[BoundRow, float]], program: Program) -> list[Span]:
     spans = []
     last: dict[str, float] = {}
-    for row, end in zip(rows, times, strict=True):
+    for row, end in times:
         begin = last.get(row.stream, end)
         last[row.stream] = end
         if row.kind in KINDS and end > begin:

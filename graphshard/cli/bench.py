@@ -9,7 +9,7 @@ import click
 
 from graphshard.bench.compile import CompileRequest, measure_compile
 from graphshard.bench.stats import summarize
-from graphshard.cli.common import Names, Output, Sizes, answering
+from graphshard.cli.common import Names, Output, Size, Sizes, answering
 from graphshard.comm.launch import raise_first_failure, run_ranks
 from graphshard.core.sizes import format_bytes
 from graphshard.report.tables import table_of
@@ -25,13 +25,14 @@ def command() -> None:
 @click.option("--sizes", type=Sizes(), default="1MiB,14MiB,64MiB", show_default=True, help="Bytes of a unit.")
 @click.option("--peers", type=Names(("memcpy", "gloo")), default="memcpy,gloo", show_default=True)
 @click.option("--repeats", default=20, show_default=True, help="Samples of each.")
+@click.option("--cold-size", type=Size(), default="96MiB", show_default=True, help="Bytes gathered in one sample.")
 @answering
-def gather(out: Output, world_size: int, sizes: list[int], peers: list[str], repeats: int) -> None:
+def gather(out: Output, world_size: int, sizes: list[int], peers: list[str], repeats: int, cold_size: int) -> None:
     """Gather units over rank processes, beside C's memcpy of as many bytes and gloo's all-gather.
 
     GBps is bytes of the unit / time (1e9). All ranks work at once, on slots that are not in any cache.
     """
-    request = {"sizes": sizes, "peers": peers, "num_repeats": repeats}
+    request = {"sizes": sizes, "peers": peers, "num_repeats": repeats, "cold_bytes": cold_size}
     results = run_ranks("graphshard.cli.ranks:gather", world_size, arguments=[request], timeout_s=600)
     raise_first_failure(results)
     rows: list[dict[str, Any]] = results[0].value
@@ -43,12 +44,12 @@ def gather(out: Output, world_size: int, sizes: list[int], peers: list[str], rep
 
 @command.command("dispatch")
 @click.option("--units", default=200, show_default=True, help="Units of a step, 4 ops each.")
-@click.option("--unit-size", type=Sizes(), default="4KiB", show_default=True)
+@click.option("--unit-size", type=Size(), default="4KiB", show_default=True)
 @click.option("--prefetch-depth", default=0, show_default=True)
 @click.option("--world-size", default=2, show_default=True, help="Ranks, as threads; rank 0 steps.")
 @click.option("--repeats", default=50, show_default=True)
 @answering
-def dispatch(out: Output, units: int, unit_size: list[int], prefetch_depth: int, world_size: int, repeats: int) -> None:
+def dispatch(out: Output, units: int, unit_size: int, prefetch_depth: int, world_size: int, repeats: int) -> None:
     """Time an op that does nothing: eager issue and captured replay, launch and synchronise included.
 
     An op is one of a unit's four (ag_launch, wait_once, gemm, record_gate); the gemm is a C function that returns.
@@ -56,9 +57,7 @@ def dispatch(out: Output, units: int, unit_size: list[int], prefetch_depth: int,
     from graphshard.bench.dispatch import DispatchRequest, measure_dispatch  # imports torch
     from graphshard.bench.threads import run_threads
 
-    if len(unit_size) != 1:
-        raise click.UsageError("--unit-size takes one size")
-    request = DispatchRequest(units, unit_size[0], prefetch_depth, repeats)
+    request = DispatchRequest(units, unit_size, prefetch_depth, repeats)
     rows = run_threads(lambda group: measure_dispatch(group, request), world_size)[0]
     columns = {"run": "run", "executor": "executor", "ns_per_op": "ns/op", "p10_ns": "p10", "p90_ns": "p90", "n": "n"}
     out.say(table_of(rows, columns, f"dispatch, {units} units, {4 * units} ops"))

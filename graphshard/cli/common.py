@@ -27,6 +27,8 @@ EXIT_NO = 1
 EXIT_BAD_REQUEST = 2
 EXIT_CANNOT = 3
 EXIT_OUR_FAULT = 70
+PLAIN_WIDTH = 120
+"""Columns of a table that goes to a file or a pipe."""
 
 Json = Mapping[str, Any]
 Command = Callable[..., bool | None]
@@ -39,7 +41,9 @@ class Output:
     """
 
     def __init__(self, json_path: str | None, config: Json, json_file: TextIO, text_file: TextIO) -> None:
-        self.console = Console(file=text_file, soft_wrap=True, highlight=False)
+        self._text_file = text_file
+        width = None if text_file.isatty() else PLAIN_WIDTH
+        self._console = Console(file=text_file, width=width, soft_wrap=True, highlight=False)
         self.config = dict(config)
         self._json_path, self._json_file = json_path, json_file
 
@@ -49,8 +53,11 @@ class Output:
         return self._json_path is not None
 
     def say(self, text: object = "") -> None:
-        """Print `text`, or anything rich can render, for people. Text is printed as it is, without markup."""
-        self.console.print(text, markup=False)
+        """Print for people: text as it is, anything else as rich renders it."""
+        if isinstance(text, str):
+            print(text, file=self._text_file, flush=True)
+        else:
+            self._console.print(text)
 
     def emit(self, rows: Sequence[Json], **keys: Any) -> None:
         """Write the JSON object if it was asked for: rows, machine, config, and the command's own `keys`."""
@@ -82,6 +89,21 @@ def answering(function: Command) -> Callable[..., None]:
     return command
 
 
+class Size(click.ParamType[int]):
+    """A size on the command line: `14MiB`."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """The size in bytes; a bad one is a usage error."""
+        if not isinstance(value, str):
+            return int(value)
+        try:
+            return parse_bytes(value)
+        except GraphshardError as error:
+            self.fail(str(error), param, ctx)
+
+
 class Sizes(click.ParamType[list[int]]):
     """A list of sizes on the command line: `1MiB,14MiB,4096`."""
 
@@ -91,10 +113,7 @@ class Sizes(click.ParamType[list[int]]):
         """The sizes in bytes; a bad one is a usage error."""
         if not isinstance(value, str):
             return list(value)
-        try:
-            return [parse_bytes(text) for text in value.split(",")]
-        except GraphshardError as error:
-            self.fail(str(error), param, ctx)
+        return [Size().convert(text, param, ctx) for text in value.split(",")]
 
 
 class Names(click.ParamType[list[str]]):

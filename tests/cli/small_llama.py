@@ -1,0 +1,48 @@
+"""A random llama folder as `transformers` would save one, small enough to decode in milliseconds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from safetensors.torch import save_file
+
+from graphshard.models.config import LlamaConfig
+from graphshard.models.llama import random_llama
+
+CONFIG = LlamaConfig(
+    vocab_size=320,
+    hidden_size=128,
+    intermediate_size=256,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=32,
+    tied_embeddings=True,
+)
+
+
+def write_small_llama(folder: Path) -> Path:
+    """`folder` with config.json and model.safetensors; there is no tokenizer."""
+    folder.mkdir()
+    _, weights = random_llama(CONFIG)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    values = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": CONFIG.vocab_size,
+        "hidden_size": CONFIG.hidden_size,
+        "intermediate_size": CONFIG.intermediate_size,
+        "num_hidden_layers": CONFIG.num_layers,
+        "num_attention_heads": CONFIG.num_heads,
+        "num_key_value_heads": CONFIG.num_kv_heads,
+        "head_dim": CONFIG.head_dim,
+        "rms_norm_eps": CONFIG.norm_eps,
+        "rope_theta": CONFIG.rope.theta,
+        "max_position_embeddings": CONFIG.max_positions,
+        "tie_word_embeddings": True,
+        "hidden_act": "silu",
+        "dtype": "float32",
+    }
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder
