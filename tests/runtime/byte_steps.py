@@ -38,3 +38,10 @@ def mixed_steps(group: Group, layers: Sequence[Sequence[int]], choices: Mapping[
         wrong = [line for act in acts for line in wrong_after(runtime, model, act)]
         assert runtime.num_steps == len(acts)
         return wrong
+
+
+def mixed_steps_of_each(
+    group: Group, layers: Sequence[Sequence[int]], choices: Sequence[Mapping[str, Any]]
+) -> list[str]:
+    """`mixed_steps` of several plans, one after another in the same processes."""
+    return [line for choice in choices for line in mixed_steps(group, layers, choice, False)]

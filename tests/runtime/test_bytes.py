@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from byte_steps import mixed_steps
+from byte_steps import mixed_steps, mixed_steps_of_each
 from ranks import run_on_ranks
 
 SIZES = [70_001, 4096, 1, 66_000]
@@ -45,9 +45,10 @@ def test_several_copy_streams(num_copy_streams: int) -> None:
     check(3, [SIZES] * 3, units="layer", prefetch_depth=1, num_copy_streams=num_copy_streams, executor="threaded")
 
 
-@pytest.mark.parametrize("head", HEADS)
-def test_processes(head: str) -> None:
-    check(3, [SIZES] * 3, mode="processes", units="weight", prefetch_depth=2, head=head, executor="threaded")
+def test_processes() -> None:
+    choices = [{"units": "weight", "prefetch_depth": 2, "head": head, "executor": "threaded"} for head in HEADS]
+    for wrong in run_on_ranks(mixed_steps_of_each, 3, [SIZES] * 3, choices, mode="processes"):
+        assert wrong == []
 
 
 def test_a_weight_read_at_two_far_ends() -> None:
