@@ -14,12 +14,15 @@ if TYPE_CHECKING:
     from graphshard.comm.rendezvous import init_group
     from graphshard.core.errors import CommError, DeviceError, GraphshardError, LoadError, ProgramError, SpecError
     from graphshard.core.plan import Plan
+    from graphshard.core.program import Program
     from graphshard.core.specs import BufferSpec, ModelSpec, SegmentSpec, StepShape, WeightSpec
     from graphshard.device import open_device
     from graphshard.runtime.graphs import StepGraph
     from graphshard.runtime.model import Segment, SegmentedModel, StepState
     from graphshard.runtime.runtime import Runtime
     from graphshard.schedule.auto import make_plan
+    from graphshard.schedule.emit import emit
+    from graphshard.verify import verify
 
 _HOMES = {
     "graphshard.api": ("compile", "plan_for"),
@@ -34,12 +37,15 @@ _HOMES = {
         "SpecError",
     ),
     "graphshard.core.plan": ("Plan",),
+    "graphshard.core.program": ("Program",),
     "graphshard.core.specs": ("BufferSpec", "ModelSpec", "SegmentSpec", "StepShape", "WeightSpec"),
     "graphshard.device": ("open_device",),
     "graphshard.runtime.graphs": ("StepGraph",),
     "graphshard.runtime.model": ("Segment", "SegmentedModel", "StepState"),
     "graphshard.runtime.runtime": ("Runtime",),
     "graphshard.schedule.auto": ("make_plan",),
+    "graphshard.schedule.emit": ("emit",),
+    "graphshard.verify": ("verify",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -53,6 +59,7 @@ __all__ = [
     "LocalGroup",
     "ModelSpec",
     "Plan",
+    "Program",
     "ProgramError",
     "Runtime",
     "Segment",
@@ -64,10 +71,12 @@ __all__ = [
     "StepState",
     "WeightSpec",
     "compile",
+    "emit",
     "init_group",
     "make_plan",
     "open_device",
     "plan_for",
+    "verify",
 ]
 
 
