@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from graphshard.api import compile, plan_for
+    from graphshard.api import compile
     from graphshard.comm.group import Group, LocalGroup
     from graphshard.comm.rendezvous import init_group
     from graphshard.core.errors import CommError, DeviceError, GraphshardError, LoadError, ProgramError, SpecError
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from graphshard.verify import verify
 
 _HOMES = {
-    "graphshard.api": ("compile", "plan_for"),
+    "graphshard.api": ("compile",),
     "graphshard.comm.group": ("Group", "LocalGroup"),
     "graphshard.comm.rendezvous": ("init_group",),
     "graphshard.core.errors": (
@@ -75,7 +75,6 @@ __all__ = [
     "init_group",
     "make_plan",
     "open_device",
-    "plan_for",
     "verify",
 ]
 

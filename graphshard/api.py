@@ -11,7 +11,7 @@ from torch import Tensor
 from graphshard.comm.group import Group
 from graphshard.core.errors import SpecError
 from graphshard.core.plan import Plan
-from graphshard.core.specs import ModelSpec, StepShape
+from graphshard.core.specs import DeviceSpec, ModelSpec, StepShape
 from graphshard.device import Device, open_device
 from graphshard.runtime.bind import Hooks
 from graphshard.runtime.build import agreed_device_spec, build_runtime
@@ -20,7 +20,6 @@ from graphshard.runtime.model import SegmentedModel
 from graphshard.runtime.runtime import Runtime
 from graphshard.runtime.source import open_source
 from graphshard.schedule.auto import make_plan
-from graphshard.schedule.emit import emit
 
 PlanChoice = Plan | Literal["auto", "replicated"]
 
@@ -57,7 +56,8 @@ def compile(  # the field's verb, as in torch.compile; always used as graphshard
     if isinstance(device, str):
         device = open_device(device, num_ranks=group.world_size)
     shapes = [StepShape(*size) if isinstance(size, tuple) else StepShape(size) for size in capture_sizes]
-    compiled = _compile(model.spec(), group, device, plan, shapes, choices)
+    spec = agreed_device_spec(group, device)
+    compiled = group.agree("plan", lambda: _compile(model.spec(), group.world_size, spec, plan, shapes, choices))
     runtime = build_runtime(
         compiled, model, lambda: open_source(checkpoint), group, device, timeout_s=timeout_s, hooks=hooks or Hooks()
     )
@@ -70,20 +70,22 @@ def compile(  # the field's verb, as in torch.compile; always used as graphshard
     return runtime
 
 
-def plan_for(model: ModelSpec, group: Group, device: Device, **choices: Any) -> Compiled:
-    """The plan that "auto" makes for `group`, with its layout and verified programs; from agreed numbers only."""
-    spec = agreed_device_spec(group, device)
-    return compile_plan(model, make_plan(model, group.world_size, spec, **choices), emit)
-
-
 def _compile(
-    model: ModelSpec, group: Group, device: Device, plan: PlanChoice, shapes: list[StepShape], choices: dict[str, Any]
+    model: ModelSpec,
+    world_size: int,
+    device: DeviceSpec,
+    plan: PlanChoice,
+    shapes: list[StepShape],
+    choices: dict[str, Any],
 ) -> Compiled:
     if isinstance(plan, Plan):
         if choices:
             raise SpecError(f"{', '.join(choices)} cannot be chosen beside a finished plan: make_plan takes them")
-        return compile_plan(model, plan, emit)
+        return compile_plan(model, plan)
     if plan not in ("auto", "replicated"):
         raise SpecError(f"unknown plan {plan!r}; known: auto, replicated, or a graphshard.Plan")
     shapes = shapes or [StepShape(1)]
-    return plan_for(model, group, device, replicated=plan == "replicated", step_shapes=shapes, **choices)
+    return compile_plan(
+        model,
+        make_plan(model, world_size, device, replicated=plan == "replicated", step_shapes=shapes, **choices),
+    )

@@ -28,6 +28,7 @@ from graphshard.runtime.compiled import Compiled
 from graphshard.runtime.compute import ComputeTable
 from graphshard.runtime.graphs import StepGraph
 from graphshard.runtime.memory import BufferRow, RuntimeMemory
+from graphshard.runtime.model import StepState
 from graphshard.runtime.slots import SlotTable
 
 
@@ -175,6 +176,10 @@ class Runtime:
     def buffers(self, shape: StepShape, role: BufferRole) -> dict[str, Tensor]:
         """The static tensors of one role as a step of `shape` sees them."""
         return self._memory.buffers(self._known(shape), role)
+
+    def state(self, shape: StepShape) -> StepState:
+        """The tensors of steps of `shape`, as segments see them."""
+        return self._compute.state(self._known(shape))
 
     def buffer_table(self) -> tuple[BufferRow, ...]:
         """Everything a captured graph can see: name, role, address and bytes. Equal before and after any step."""
