@@ -24,6 +24,8 @@ class CooperativeExecutor : public Executor {
  private:
   void make_ready(uint32_t node);
   uint32_t pick();
+  void shuffle_lanes();
+  size_t pick_at_random();
   void step(const Launch& launch, uint32_t node);
   void poll_blocked(const Launch& launch);
   void idle(const Launch& launch);
@@ -36,6 +38,8 @@ class CooperativeExecutor : public Executor {
   std::vector<uint32_t> rank_of_node_;  // the runnable node of lowest rank goes next
   std::vector<uint32_t> node_of_rank_;
   std::mt19937_64 random_;
+  std::vector<uint32_t> lane_rank_;  // if random: of runnable nodes, the one whose lane ranks lowest goes next
+  uint32_t shuffle_every_ = 1;       // if random: how many steps, on average, until the lanes are ranked anew
 
   // Of the launch that runs.
   std::vector<uint32_t> missing_;   // by node: dependencies not done
@@ -61,6 +65,8 @@ CooperativeExecutor::CooperativeExecutor(const std::vector<ExecNode>& nodes, int
     std::stable_partition(node_of_rank_.begin(), node_of_rank_.end(),
                           [&](uint32_t node) { return moves_bytes(nodes[node].work) == copies_first; });
   }
+  for (const ExecNode& node : nodes) lane_rank_.resize(std::max<size_t>(lane_rank_.size(), node.lane + 1));
+  std::iota(lane_rank_.begin(), lane_rank_.end(), 0);
   rank_of_node_.resize(nodes.size());
   for (uint32_t rank = 0; rank < nodes.size(); ++rank) rank_of_node_[node_of_rank_[rank]] = rank;
 }
@@ -74,9 +80,24 @@ void CooperativeExecutor::make_ready(uint32_t node) {
   std::push_heap(ready_.begin(), ready_.end(), std::greater<>());
 }
 
+void CooperativeExecutor::shuffle_lanes() { std::shuffle(lane_rank_.begin(), lane_rank_.end(), random_); }
+
+/// Runs of one lane, of random length: picking evenly among nodes lets no stream get far ahead, and hides races.
+size_t CooperativeExecutor::pick_at_random() {
+  if (random_() % shuffle_every_ == 0) shuffle_lanes();
+  const size_t offset = random_() % ready_.size();
+  size_t best = offset;
+  for (size_t i = 1; i < ready_.size(); ++i) {
+    const size_t candidate = (offset + i) % ready_.size();
+    const auto rank = [this](size_t place) { return lane_rank_[nodes_[ready_[place]].lane]; };
+    if (rank(candidate) < rank(best)) best = candidate;
+  }
+  return best;
+}
+
 uint32_t CooperativeExecutor::pick() {
   if (is_random_) {
-    std::swap(ready_[random_() % ready_.size()], ready_.back());
+    std::swap(ready_[pick_at_random()], ready_.back());
   } else {
     std::pop_heap(ready_.begin(), ready_.end(), std::greater<>());
   }
@@ -138,6 +159,10 @@ void CooperativeExecutor::run(const Launch& launch) {
   missing_ = num_dependencies_;
   progress_.assign(nodes_.size(), 0);
   num_left_ = nodes_.size();
+  if (is_random_) {
+    shuffle_lanes();
+    shuffle_every_ = 1U << (1 + random_() % 5);
+  }
   for (uint32_t node = 0; node < nodes_.size(); ++node) {
     if (missing_[node] == 0) make_ready(node);
   }
