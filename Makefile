@@ -40,7 +40,8 @@ test-all: $(DEMO)
 	$(BIN)/python -m pytest -q tests --slow
 
 test-tsan: $(STAMP)
-	$(BIN)/cmake -S csrc -B build/tsan -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo -DGRAPHSHARD_SANITIZE=thread
+	$(BIN)/cmake -S . -B build/tsan -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python \
+	  -DGRAPHSHARD_BUILD_TESTS=ON -DGRAPHSHARD_BUILD_PYTHON=OFF -DGRAPHSHARD_SANITIZE=thread
 	$(BIN)/cmake --build build/tsan
 	$(BIN)/ctest --test-dir build/tsan --output-on-failure
 
