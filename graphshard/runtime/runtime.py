@@ -9,6 +9,7 @@ runs, replays and prefetches.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable
 from types import TracebackType
 
@@ -201,8 +202,9 @@ class Runtime:
             if self._closed:
                 return
             self._closed = True
+            deadline = time.monotonic() + self.timeout_s
             for stream in self._streams.values():
-                stream.synchronize(self.timeout_s)
+                stream.synchronize(max(0.0, deadline - time.monotonic()))
             for graph in self._graphs.values():
                 graph.close()
             self._graphs.clear()
