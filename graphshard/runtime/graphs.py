@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -13,6 +14,19 @@ from graphshard.runtime.bind import BoundProgram
 
 if TYPE_CHECKING:
     from graphshard.runtime.runtime import Runtime
+
+
+@dataclass(frozen=True)
+class _Captured:
+    """What a graph keeps alive: its list's memory, its calls with their arena blocks."""
+
+    graph: Graph
+    exec: GraphExec
+    bound: BoundProgram
+    calls: Calls
+
+    def launch(self) -> None:
+        self.exec.launch(self.bound.streams[0])
 
 
 class StepGraph:
@@ -29,13 +43,14 @@ class StepGraph:
         Raises:
             DeviceError: the driver refused.
         """
-        self._graph: Graph | None = bound.op_list.capture(calls)
-        self._exec: GraphExec | None = self._graph.instantiate(executor, runtime.hooks.seed)
+        graph = bound.op_list.capture(calls)
+        self._captured: _Captured | None = _Captured(
+            graph, graph.instantiate(executor, runtime.hooks.seed), bound, calls
+        )
         self.shape = shape
         self.inputs: dict[str, Tensor] = runtime.buffers(shape, "input")
         self.outputs: dict[str, Tensor] = runtime.buffers(shape, "output")
-        self._runtime, self._bound, self._calls = runtime, bound, calls
-        self._generations = runtime.generations()
+        self._runtime = runtime
 
     def replay(self) -> None:
         """Run the captured step on what the inputs hold now.
@@ -46,26 +61,25 @@ class StepGraph:
         Capture: no.
 
         Raises:
-            DeviceError: the graph was closed, or its memory has been remapped since it was captured.
+            ProgramError: the runtime was closed.
+            DeviceError: the graph was closed, or a window has been remapped since it was captured.
             CommError: the step did not end in time.
         """
-        self._runtime.step(self.shape, self._bound, self._launch, self._calls)
+        self._runtime.check_open()
+        captured = self._captured
+        if captured is None:
+            raise DeviceError(f"the graph of step shape {self.shape} is closed; capture again with Runtime.capture")
+        self._runtime.step(self.shape, captured.bound, captured.launch, captured.calls)
 
     def num_nodes(self) -> dict[str, int]:
         """The captured graph's nodes, by kind."""
-        return {} if self._graph is None else self._graph.num_nodes()
+        return {} if self._captured is None else self._captured.graph.num_nodes()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the graph was given back, by hand or because a window was remapped."""
+        return self._captured is None
 
     def close(self) -> None:
-        """Give the graph back. Idempotent; a later replay is refused."""
-        self._graph = None
-        self._exec = None
-
-    def _launch(self) -> None:
-        if self._exec is None:
-            raise DeviceError(f"the graph of step shape {self.shape} is closed; capture again with Runtime.capture")
-        if self._generations != self._runtime.generations():
-            raise DeviceError(
-                f"the graph of step shape {self.shape} was captured over memory that has been remapped since: "
-                "its addresses are stale; capture again with Runtime.capture"
-            )
-        self._exec.launch(self._bound.streams[0])
+        """Give the graph back, and what only it kept alive. Idempotent; a later replay is refused."""
+        self._captured = None

@@ -61,6 +61,8 @@ class Runtime:
         self._num_steps = 0
         self._closed = False
         self._late = False
+        self._generations: tuple[int, ...] = ()
+        self._reserve_streams()
         self._bind()
 
     # --- stepping ---
@@ -72,7 +74,7 @@ class Runtime:
         """
         shape = self._known(StepShape(batch_size, tokens_per_sequence))
         with self._lock:
-            self._check_open()
+            self._check_ready()
             bound = self._bound[shape]
             if shape not in self._eager:
                 self._eager[shape] = self._compute.eager(shape, bound.computes)
@@ -85,11 +87,14 @@ class Runtime:
 
         Raises:
             DeviceError: a segment does what no capture permits, or another capture is open in this process.
+            CommError: a window was remapped, and does not hold what its owner loaded.
         """
         with self._lock:
-            self._check_open()
+            self._check_ready()
+            if self._generations != self._transport.generations():
+                self._bind_again()
             for shape in sorted(map(self._known, shapes or self.programs), reverse=True):
-                if shape in self._graphs:
+                if shape in self._graphs and not self._graphs[shape].is_closed:
                     continue
                 bound = self._bound[shape]
                 with capture_lock(f"step shape {shape}", self.timeout_s):
@@ -102,6 +107,7 @@ class Runtime:
         Raises:
             SpecError: none was captured that is large enough.
         """
+        self.check_open()
         fitting = [
             shape
             for shape in self._graphs
@@ -124,7 +130,8 @@ class Runtime:
         """
         shape = self._known(StepShape(batch_size, tokens_per_sequence))
         with self._lock:
-            self._check_open()
+            self._check_ready()
+            self._check_generations(shape)
             self._slots.prefetch(self.programs[shape])
 
     def step(
@@ -136,7 +143,8 @@ class Runtime:
     ) -> None:
         """One step, eager or captured: prime, launch, wait for the outputs. Used by `run` and `StepGraph.replay`."""
         with self._lock:
-            self._check_open()
+            self._check_ready()
+            self._check_generations(shape)
             self._slots.enter(bound.program)
             self._done.store(0)
             try:
@@ -167,28 +175,29 @@ class Runtime:
     @property
     def num_primes(self) -> int:
         """Gathers that the host issued outside programs so far."""
+        self.check_open()
         return self._slots.num_primes
 
     @property
     def held(self) -> tuple[int | None, ...]:
         """The unit that each slot holds between steps (None: nothing can be relied on)."""
+        self.check_open()
         return self._slots.held
 
     def buffers(self, shape: StepShape, role: BufferRole) -> dict[str, Tensor]:
         """The static tensors of one role as a step of `shape` sees them."""
+        self.check_open()
         return self._memory.buffers(self._known(shape), role)
 
     def state(self, shape: StepShape) -> StepState:
         """The tensors of steps of `shape`, as segments see them."""
+        self.check_open()
         return self._compute.state(self._known(shape))
 
     def buffer_table(self) -> tuple[BufferRow, ...]:
         """Everything a captured graph can see: name, role, address and bytes. Equal before and after any step."""
+        self.check_open()
         return self._memory.buffer_table()
-
-    def generations(self) -> tuple[int, ...]:
-        """One number per mapping that the graphs rely on; a remapped window has another."""
-        return self._transport.generations()
 
     # --- the end ---
 
@@ -213,6 +222,7 @@ class Runtime:
             self._control.mine.set_state(2)
             self._transport.close()
             self._streams.clear()
+            del self._slots, self._compute, self._done, self._memory
 
     def __enter__(self) -> Runtime:
         return self
@@ -224,10 +234,21 @@ class Runtime:
 
     # --- inside ---
 
-    def _bind(self) -> None:
+    def _reserve_streams(self) -> None:
         names = ["compute", "copy", *(f"copy{i}" for i in range(1, self.plan.num_copy_streams)), "copy_own", "prefetch"]
         self._streams = {name: Stream(self.driver) for name in names}
         self._done = Word(Memory(self.driver, 4))
+        self._slots = SlotTable(
+            self.driver,
+            len(self.layout.slots),
+            self._streams["compute"],
+            self._streams["prefetch"],
+            self._memory,
+            self._transport,
+            self.hooks,
+        )
+
+    def _bind(self) -> None:
         by_digest: dict[str, BoundProgram] = {}
         for shape, program in self.programs.items():
             if program.digest not in by_digest:
@@ -242,15 +263,17 @@ class Runtime:
                     hooks=self.hooks,
                 )
             self._bound[shape] = by_digest[program.digest]
-        self._slots = SlotTable(
-            self.driver,
-            len(self.layout.slots),
-            self._streams["compute"],
-            self._streams["prefetch"],
-            self._memory,
-            self._transport,
-            self.hooks,
-        )
+        self._generations = self._transport.generations()
+
+    def _bind_again(self) -> None:
+        """Bind to the windows as they are mapped now; what was captured over other mappings is closed."""
+        for graph in self._graphs.values():
+            graph.close()
+        self._graphs.clear()
+        self._eager.clear()
+        self._slots.rebind()
+        self._bind()
+        self.check_gathers()
 
     def check_gathers(self) -> None:
         """Gather every unit once and compare each rank's chunk with its owner's checksum.
@@ -274,9 +297,13 @@ class Runtime:
             raise SpecError(f"step shape {shape} is not among the plan's: {known}; add it to capture_sizes")
         return shape
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """ProgramError if the runtime was closed."""
         if self._closed:
             raise ProgramError("this runtime is closed; compile the model again")
+
+    def _check_ready(self) -> None:
+        self.check_open()
         if self._late:
             if not self._streams["compute"].is_idle():
                 raise DeviceError(
@@ -284,6 +311,13 @@ class Runtime:
                     "close the runtime, or wait for it"
                 )
             self._late = False
+
+    def _check_generations(self, shape: StepShape) -> None:
+        if self._generations != self._transport.generations():
+            raise DeviceError(
+                f"step shape {shape} was bound to windows that have been remapped or closed since: its addresses are "
+                "stale; call Runtime.capture, which binds and captures again"
+            )
 
     def _late_text(self, shape: StepShape, bound: BoundProgram, is_eager: bool) -> str:
         where = ""

@@ -48,6 +48,11 @@ class SlotTable:
         """After an error, or while a step runs: nothing can be relied on."""
         self._held = [None] * len(self._held)
 
+    def rebind(self) -> None:
+        """A window was remapped: the addresses of gathers, and what they brought, are worth nothing."""
+        self._gathers.clear()
+        self.forget()
+
     def enter(self, program: Program) -> None:
         """Make the slots hold what `program` expects: `compute` waits for gathers in flight and for those still due."""
         self.prefetch(program)
