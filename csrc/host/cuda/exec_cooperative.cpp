@@ -161,7 +161,7 @@ void CooperativeExecutor::run(const Launch& launch) {
   num_left_ = nodes_.size();
   if (is_random_) {
     shuffle_lanes();
-    shuffle_every_ = 1U << (1 + random_() % 5);
+    shuffle_every_ = 4U << (random_() % 4);
   }
   for (uint32_t node = 0; node < nodes_.size(); ++node) {
     if (missing_[node] == 0) make_ready(node);

@@ -1,6 +1,7 @@
 // Threads as ranks over one driver: lists issued, captured, replayed and dropped while their work is still enqueued.
 //
 //   graphshard_runtime_stress LIBRARY [ROUNDS] [HANDOFFS]
+#include <array>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
