@@ -49,6 +49,9 @@ struct WorkerState {
 };
 thread_local WorkerState worker;
 
+// Whether this thread is one of Python's and has given up the GIL (PyGILState_Check is not in the stable ABI).
+thread_local bool has_released_gil = false;
+
 // This thread inside Python; `is_inside()` is false if the interpreter is going away.
 class PythonSection {
  public:
@@ -59,6 +62,7 @@ class PythonSection {
     } else if (PyGILState_GetThisThreadState() != nullptr) {
       gil_state_ = PyGILState_Ensure();  // a thread of Python's own
       is_pythons_ = true;
+      had_released_gil_ = std::exchange(has_released_gil, false);
     } else {
       PyGILState_Ensure();
       worker.state = PyThreadState_Get();
@@ -67,6 +71,7 @@ class PythonSection {
   ~PythonSection() {
     if (!is_inside_) return;
     if (is_pythons_) {
+      has_released_gil = had_released_gil_;
       PyGILState_Release(gil_state_);
     } else {
       PyEval_SaveThread();
@@ -81,6 +86,7 @@ class PythonSection {
  private:
   const bool is_inside_;
   bool is_pythons_ = false;
+  bool had_released_gil_ = false;
   PyGILState_STATE gil_state_ = PyGILState_UNLOCKED;
 };
 
@@ -131,7 +137,7 @@ void close_python_calls() {
 }
 
 void run_without_gil(void (*function)(void*), void* argument) {
-  if (gate.is_closed.load() || PyGILState_Check() == 0) {
+  if (gate.is_closed.load() || has_released_gil || PyGILState_GetThisThreadState() == nullptr) {
     function(argument);
     return;
   }
@@ -142,9 +148,10 @@ void run_without_gil(void (*function)(void*), void* argument) {
 
 }  // namespace
 
-ReleasedGil::ReleasedGil() : state_(PyEval_SaveThread()) {}
+ReleasedGil::ReleasedGil() : state_(PyEval_SaveThread()) { has_released_gil = true; }
 
 ReleasedGil::~ReleasedGil() {
+  has_released_gil = false;
   if (gate.enter()) {
     PyEval_RestoreThread(state_);
     gate.leave();
