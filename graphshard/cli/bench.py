@@ -9,10 +9,11 @@ import click
 
 from graphshard.bench.compile import CompileRequest, measure_compile
 from graphshard.bench.stats import summarize
-from graphshard.cli.common import Names, Output, Size, Sizes, answering
-from graphshard.comm.launch import raise_first_failure, run_ranks
+from graphshard.cli.common import Names, Output, Size, Sizes, answering, rank_values
 from graphshard.core.sizes import format_bytes
 from graphshard.report.tables import table_of
+
+RUN_TIMEOUT_S = 600.0
 
 
 @click.group("bench")
@@ -33,9 +34,7 @@ def gather(out: Output, world_size: int, sizes: list[int], peers: list[str], rep
     GBps is bytes of the unit / time (1e9). All ranks work at once, on slots that are not in any cache.
     """
     request = {"sizes": sizes, "peers": peers, "num_repeats": repeats, "cold_bytes": cold_size}
-    results = run_ranks("graphshard.cli.ranks:gather", world_size, arguments=[request], timeout_s=600)
-    raise_first_failure(results)
-    rows: list[dict[str, Any]] = results[0].value
+    rows = rank_values(out, "graphshard.cli.ranks:gather", world_size, request, RUN_TIMEOUT_S)[0]
     shown = [{**row, "size": format_bytes(row["num_bytes"]), "spread": _spread(row)} for row in rows]
     columns = {"size": "unit", "what": "what", "us": "us", "spread": "p10-p90", "GBps": "GB/s"}
     out.say(table_of(shown, {**columns, "share_of_memcpy": "x memcpy"}, f"gather, {world_size} ranks"))

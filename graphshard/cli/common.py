@@ -19,6 +19,7 @@ from typing import Any, TextIO
 import click
 from rich.console import Console
 
+from graphshard.comm.launch import failure_text, raise_first_failure, run_ranks
 from graphshard.core.errors import GraphshardError
 from graphshard.core.sizes import parse_bytes
 from graphshard.report.machine import machine_facts
@@ -40,17 +41,13 @@ class Output:
     With `--json -` standard output carries the JSON object alone; everything else goes to standard error.
     """
 
-    def __init__(self, json_path: str | None, config: Json, json_file: TextIO, text_file: TextIO) -> None:
+    def __init__(self, json_path: str | None, config: Json, json_file: TextIO, text_file: TextIO, debug: bool) -> None:
+        self.debug = debug
         self._text_file = text_file
         width = None if text_file.isatty() else PLAIN_WIDTH
         self._console = Console(file=text_file, width=width, soft_wrap=True, highlight=False)
         self.config = dict(config)
         self._json_path, self._json_file = json_path, json_file
-
-    @property
-    def wants_json(self) -> bool:
-        """Whether the answer is also wanted as JSON."""
-        return self._json_path is not None
 
     def say(self, text: object = "") -> None:
         """Print for people: text as it is, anything else as rich renders it."""
@@ -81,12 +78,25 @@ def answering(function: Command) -> Callable[..., None]:
     def command(json_path: str | None, debug: bool, **options: Any) -> None:
         config = {"command": click.get_current_context().command_path.split()[1:], **options}
         with _streams(only_json=json_path == "-") as (json_file, text_file):
-            out = Output(json_path, config, json_file, text_file)
+            out = Output(json_path, config, json_file, text_file, debug)
             code = _run(lambda: function(out, **options), debug)
         if code:
             sys.exit(code)
 
     return command
+
+
+def rank_values(out: Output, entry: str, world_size: int, request: Json, timeout_s: float) -> list[Any]:
+    """What `entry(group, request)` returned in each of `world_size` rank processes, by rank.
+
+    Raises:
+        GraphshardError: of the rank that failed first; with --debug its traceback is printed before.
+    """
+    results = run_ranks(entry, world_size, arguments=[request], timeout_s=timeout_s)
+    if out.debug and (text := failure_text(results)):
+        print(text, file=sys.stderr)
+    raise_first_failure(results)
+    return [result.value for result in results]
 
 
 class Size(click.ParamType[int]):

@@ -9,10 +9,9 @@ from typing import Any
 import click
 
 from graphshard.bench.stats import summarize
-from graphshard.cli.common import Names, Output, answering
+from graphshard.cli.common import Names, Output, answering, rank_values
 from graphshard.cli.planning import IntOrAuto
 from graphshard.cli.prompts import PROMPTS, Codec
-from graphshard.comm.launch import RankResult, raise_first_failure, run_ranks
 from graphshard.core.errors import SpecError
 from graphshard.core.sizes import format_bytes
 from graphshard.models.config import load_llama_config
@@ -59,7 +58,7 @@ def command(
     folder = model or _smollm2()
     out.say(f"model ready after {time.perf_counter() - begin:.1f} s: {folder.name}; starting {world_size} ranks")
     codec, vocab_size = Codec(folder), load_llama_config(folder).vocab_size
-    request = {
+    request: dict[str, Any] = {
         "model": str(folder),
         "prompts": [codec.encode(prompt, vocab_size) for prompt in PROMPTS],
         "num_tokens": tokens,
@@ -68,17 +67,18 @@ def command(
         "trace": True,
         "reference": not no_reference,
     }
-    results = run_ranks("graphshard.cli.ranks:demo", world_size, arguments=[request], timeout_s=RUN_TIMEOUT_S)
-    raise_first_failure(results)
-    answer = _answer(results, runs, folder, codec)
-    _draw(results[0].value.pop("spans"), png, answer)
+    values = rank_values(out, "graphshard.cli.ranks:demo", world_size, request, RUN_TIMEOUT_S)
+    answer = _answer(values, runs, folder, codec)
+    _draw(values[0]["spans"], png, answer)
     rows = answer.pop("rows")
     _show(out, rows, answer)
     if matrix:
         from graphshard.cli.matrix import run_matrix
 
-        rows += run_matrix(out, request)
-        answer["identical"] = answer["identical"] and all(row["identical"] for row in rows)
+        tried = run_matrix(out, str(folder), request["prompts"], tokens, units)
+        answer["matrix_identical"] = all(row["identical"] for row in tried)
+        answer["identical"] = answer["identical"] and answer["matrix_identical"]
+        rows += tried
     answer["total_s"] = time.perf_counter() - begin
     out.say(f"{_verdict(answer)}; timeline: {png}; {answer['total_s']:.1f} s in all")
     out.emit(rows, **answer)
@@ -91,9 +91,8 @@ def _smollm2() -> Path:
     return Path(prepare_smollm2())
 
 
-def _answer(results: list[RankResult], runs: list[str], folder: Path, codec: Codec) -> dict[str, Any]:
+def _answer(values: list[dict[str, Any]], runs: list[str], folder: Path, codec: Codec) -> dict[str, Any]:
     """The demo's JSON keys, from all ranks' results; lists by prompt are in the prompts' order."""
-    values = [result.value for result in results]
     made = {run: _by_prompt([value["tokens"][run] for value in values]) for run in ("replicated", *runs)}
     last = made[runs[-1]]
     theirs = None
@@ -193,4 +192,6 @@ def _verdict(answer: dict[str, Any]) -> str:
         return f"identical: logits of every step equal the replicated model's, bit for bit{also}"
     if not answer["logits_identical"]:
         return f"NOT identical: first differing steps by rank {answer['first_differences']}"
+    if answer.get("matrix_identical") is False:
+        return "NOT identical: see the matrix"
     return f"NOT identical to transformers' tokens (the nearest tie was {answer['min_top2_gap']:.2g})"

@@ -6,8 +6,7 @@ from typing import Any
 
 from graphshard.bench.threads import run_threads
 from graphshard.cli import ranks
-from graphshard.cli.common import Output
-from graphshard.comm.launch import raise_first_failure, run_ranks
+from graphshard.cli.common import Output, rank_values
 from graphshard.report.tables import table_of
 
 WORLD_SIZES = (1, 2, 3, 4)
@@ -24,20 +23,14 @@ CHOICES: tuple[dict[str, Any], ...] = (
 )
 
 
-def run_matrix(out: Output, demo_request: dict[str, Any]) -> list[dict[str, Any]]:
+def run_matrix(out: Output, model: str, prompts: list[list[int]], num_tokens: int, units: str) -> list[dict[str, Any]]:
     """Every world size, as threads and as processes, with every one of CHOICES, eager and graph: a row each."""
     rows: list[dict[str, Any]] = []
     for world_size in WORLD_SIZES:
-        request = {
-            "model": demo_request["model"],
-            "prompts": [prompt[:NUM_PROMPT_TOKENS] for prompt in demo_request["prompts"][: 2 * world_size]],
-            "num_tokens": min(NUM_TOKENS, demo_request["num_tokens"]),
-            "choices": [{**choice, "units": demo_request["choices"]["units"]} for choice in CHOICES],
-            "runs": ["eager", "graph"],
-        }
+        request = matrix_request(model, prompts, num_tokens, units, world_size)
         for kind in ("threads", "processes"):
             out.say(f"matrix: world size {world_size}, {kind} ...")
-            rows += [{"ranks": kind, **row} for row in _run(kind, world_size, request)]
+            rows += [{"ranks": kind, **row} for row in _run(out, kind, world_size, request)]
     columns = {"ranks": "ranks", "world_size": "N", "run": "run", "prefetch_depth": "depth", "head": "head"}
     more = {"num_slots": "slots", "executor": "executor", "median_ms": "ms a step", "identical": "same bits"}
     out.say(
@@ -46,10 +39,22 @@ def run_matrix(out: Output, demo_request: dict[str, Any]) -> list[dict[str, Any]
     return rows
 
 
-def _run(kind: str, world_size: int, request: dict[str, Any]) -> list[dict[str, Any]]:
+def matrix_request(
+    model: str, prompts: list[list[int]], num_tokens: int, units: str, world_size: int
+) -> dict[str, Any]:
+    """What `ranks.matrix` takes: two short prompts a rank, a few tokens. One rank shards nothing: it has one plan."""
+    choices = CHOICES if world_size > 1 else CHOICES[:1]
+    return {
+        "model": model,
+        "prompts": [prompt[:NUM_PROMPT_TOKENS] for prompt in prompts[: 2 * world_size]],
+        "num_tokens": min(NUM_TOKENS, num_tokens),
+        "choices": [{**choice, "units": units} for choice in choices],
+        "runs": ["eager", "graph"],
+    }
+
+
+def _run(out: Output, kind: str, world_size: int, request: dict[str, Any]) -> list[dict[str, Any]]:
     if kind == "threads":
         return run_threads(lambda group: ranks.matrix(group, request), world_size, RUN_TIMEOUT_S)[0]
-    results = run_ranks("graphshard.cli.ranks:matrix", world_size, arguments=[request], timeout_s=RUN_TIMEOUT_S)
-    raise_first_failure(results)
-    found: list[dict[str, Any]] = results[0].value
+    found: list[dict[str, Any]] = rank_values(out, "graphshard.cli.ranks:matrix", world_size, request, RUN_TIMEOUT_S)[0]
     return found

@@ -51,7 +51,8 @@ def draw_timeline(spans: Sequence[Span], path: Path, title: str, zoom_us: float 
     axes[0].set_title(title, loc="left")
     axes[1].set_xlabel("ms since the step's first op (lower: its beginning)")
     kinds = [kind for kind in COLORS if any(span.kind == kind for span in spans)]
-    axes[0].legend(handles=[Patch(color=COLORS[kind], label=kind) for kind in kinds], loc="upper right", ncols=3)
+    patches = [Patch(color=COLORS[kind], label=kind) for kind in kinds]
+    axes[0].legend(handles=patches, loc="lower right", bbox_to_anchor=(1, 1), ncols=3, frameon=False)
     figure.savefig(path, dpi=110, format="png")
     plt.close(figure)
 

@@ -12,7 +12,10 @@ from small_llama import CONFIG, write_small_llama
 
 from graphshard.bench.decode import Decoded
 from graphshard.bench.side_by_side import difference
+from graphshard.bench.threads import run_threads
+from graphshard.cli import ranks
 from graphshard.cli.demo import _by_prompt
+from graphshard.cli.matrix import matrix_request
 from graphshard.cli.prompts import PROMPTS, Codec
 
 NUM_TOKENS = 6
@@ -81,14 +84,36 @@ def test_text_goes_to_the_terminal_while_it_is_generated(demo: tuple[Answer, Pat
     assert "identical: logits of every step" in err
 
 
-@pytest.mark.parametrize("head", ["outside", "tail"])
-def test_eager_alone_with_another_plan_and_world_size(folder: Path, head: str) -> None:
-    png = folder.parent / f"{head}.png"
-    options = ["--tokens", 2, "--world-size", 3, "--run", "eager", "--head", head, "--prefetch-depth", 1]
+def test_eager_alone_with_another_plan_and_world_size(folder: Path) -> None:
+    png = folder.parent / "tail.png"
+    options = ["--tokens", 2, "--world-size", 3, "--run", "eager", "--head", "tail", "--prefetch-depth", 1]
     answer = apart("demo", "--model", folder, *options, "--no-reference", "--png", png, "--json", "-")
     assert answer.code == 0, answer.err
     assert answer.json["identical"] is True and answer.json["tokens_transformers"] is None
-    assert answer.json["plan"]["head"] == head and "graph" not in answer.json["step_ms"]
+    assert answer.json["plan"]["head"] == "tail" and "graph" not in answer.json["step_ms"]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_matrix_of_plans_over_threads(folder: Path, world_size: int) -> None:
+    request = matrix_request(str(folder), [[5, 6, 7], [8], [9, 10], [11, 12, 13, 14]], 3, "weight", world_size)
+    rows = run_threads(lambda group: ranks.matrix(group, request), world_size)[0]
+    assert all(row["identical"] for row in rows)
+    tried = {(row["prefetch_depth"], row["head"], row["run"]) for row in rows}
+    assert len(tried) == len(rows) == 2 * len(request["choices"])
+
+
+@pytest.mark.slow
+def test_the_whole_matrix(folder: Path) -> None:
+    """World sizes 1 to 4, threads and processes, depths 0 to 2, all head policies, eager and graph."""
+    png = folder.parent / "matrix.png"
+    options = ["--tokens", 2, "--no-reference", "--matrix", "--png", png]
+    answer = apart("demo", "--model", folder, *options, "--json", "-", timeout_s=600)
+    assert answer.code == 0, answer.err
+    rows = [row for row in answer.json["rows"] if "ranks" in row]
+    assert answer.json["matrix_identical"] is True and all(row["identical"] for row in rows)
+    assert {(row["ranks"], row["world_size"]) for row in rows} == {
+        (kind, world_size) for kind in ("threads", "processes") for world_size in (1, 2, 3, 4)
+    }
 
 
 def test_a_checkpoint_that_lacks_a_weight_is_one_error_and_code_2(folder: Path, tmp_path: Path) -> None:
