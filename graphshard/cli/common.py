@@ -76,6 +76,8 @@ def answering(function: Command) -> Callable[..., None]:
     @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
     @functools.wraps(function)
     def command(json_path: str | None, debug: bool, **options: Any) -> None:
+        if json_path not in (None, "-"):
+            check_writable("--json", Path(str(json_path)))
         config = {"command": click.get_current_context().command_path.split()[1:], **options}
         with _streams(only_json=json_path == "-") as (json_file, text_file):
             out = Output(json_path, config, json_file, text_file, debug)
@@ -84,6 +86,12 @@ def answering(function: Command) -> Callable[..., None]:
             sys.exit(code)
 
     return command
+
+
+def check_writable(option: str, path: Path) -> None:
+    """A usage error if `path` cannot be written: said before the work, not after it."""
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise click.UsageError(f"{option} {path} cannot be written: give a file in a folder that exists")
 
 
 def rank_values(out: Output, entry: str, world_size: int, request: Json, timeout_s: float) -> list[Any]:

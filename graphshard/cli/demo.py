@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from graphshard.bench.stats import summarize
-from graphshard.cli.common import Names, Output, answering, rank_values
+from graphshard.cli.common import Names, Output, answering, check_writable, rank_values
 from graphshard.cli.planning import IntOrAuto
 from graphshard.cli.prompts import PROMPTS, Codec
 from graphshard.core.errors import SpecError
@@ -54,6 +54,7 @@ def command(
     """
     if tokens < 1 or world_size < 1 or not runs:
         raise SpecError("--tokens and --world-size start at 1, and --run names at least one of eager, graph")
+    check_writable("--png", png)
     begin = time.perf_counter()
     folder = model or _smollm2()
     out.say(f"model ready after {time.perf_counter() - begin:.1f} s: {folder.name}; starting {world_size} ranks")
