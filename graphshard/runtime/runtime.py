@@ -8,6 +8,7 @@ runs, replays and prefetches.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -60,6 +61,7 @@ class Runtime:
         self._eager: dict[StepShape, Calls] = {}
         self._num_steps = 0
         self._closed = False
+        self._owner_pid = os.getpid()
         self._late = False
         self._generations: tuple[int, ...] = ()
         self._reserve_streams()
@@ -207,6 +209,9 @@ class Runtime:
         # Note [teardown order]: graphs hold addresses, so they go first; then the op lists with their streams, then
         # peers' windows, then our own memory (its views keep it mapped until the last of them dies).
         """
+        if os.getpid() != self._owner_pid:  # a fork: streams, words and the control page are the parent's
+            self._closed = True
+            return
         with self._lock:
             if self._closed:
                 return
@@ -298,7 +303,12 @@ class Runtime:
         return shape
 
     def check_open(self) -> None:
-        """ProgramError if the runtime was closed."""
+        """ProgramError if the runtime was closed, DeviceError in a forked child."""
+        if os.getpid() != self._owner_pid:
+            raise DeviceError(
+                f"the runtime of process {self._owner_pid} was used in process {os.getpid()}, a fork of it: "
+                "start ranks by spawn, and compile in each"
+            )
         if self._closed:
             raise ProgramError("this runtime is closed; compile the model again")
 
