@@ -1,8 +1,11 @@
-// Fault I4: flags and payloads between two threads, eagerly and between two graphs; --handoffs says how many.
+// Fault I4: flags and payloads between two threads, two graphs and two processes; --handoffs says how many.
 #include <cstring>
 #include <thread>
 
+#include <unistd.h>
+
 #include "litmus.h"
+#include "window.h"
 
 using namespace graphshard::litmus;
 
@@ -132,4 +135,77 @@ LITMUS(handoffs_between_two_graphs_are_whole) {
   OK(cu.stream_synchronize(producer));
   EQUAL(num_handoffs, state.consumed);
   EQUAL(0, state.wrong);
+}
+
+namespace {
+
+constexpr size_t kSharedBytes = 2 << 20;  // whole on every driver's granularity
+constexpr size_t kTakenOffset = 64;
+constexpr size_t kPayloadOffset = 4096;
+constexpr size_t kPayloadWords = 1024;
+
+void give_to_peer(CUdeviceptr shared) {
+  const Stream stream;
+  for (long i = 1; i <= num_handoffs; ++i) {
+    const auto sequence = static_cast<uint32_t>(i);
+    OK(cu.stream_wait_value_32(stream, shared + kTakenOffset, sequence - 1, CU_STREAM_WAIT_VALUE_GEQ));
+    OK(cu.memset_32_async(shared + kPayloadOffset, sequence, kPayloadWords, stream));
+    OK(cu.stream_write_value_32(stream, shared, sequence, CU_STREAM_WRITE_VALUE_DEFAULT));
+    if (i % kBurst == 0) OK(cu.stream_synchronize(stream));
+  }
+  OK(cu.stream_synchronize(stream));
+}
+
+struct Taker {
+  const Pinned& seen;
+  uint32_t num_taken = 0;
+  long num_wrong = 0;
+};
+
+void check_taken(void* opaque) {
+  auto* taker = static_cast<Taker*>(opaque);
+  const auto* words = reinterpret_cast<const uint32_t*>(taker->seen.bytes());
+  ++taker->num_taken;
+  for (size_t i = 0; i < kPayloadWords; ++i) taker->num_wrong += words[i] == taker->num_taken ? 0 : 1;
+}
+
+}  // namespace
+
+// The other process of the next test.
+LITMUS(_take_from_peer) {
+  const Window window(kInheritedFd, kSharedBytes, CU_MEM_ACCESS_FLAGS_PROT_READWRITE);
+  const CUdeviceptr shared = window.address();
+  const Stream stream;
+  const Pinned seen(4 * kPayloadWords);
+  Taker taker{seen};
+  for (long i = 1; i <= num_handoffs; ++i) {
+    const auto sequence = static_cast<uint32_t>(i);
+    OK(cu.stream_wait_value_32(stream, shared, sequence, CU_STREAM_WAIT_VALUE_GEQ));
+    OK(cu.memcpy_async(seen.address(), shared + kPayloadOffset, seen.size(), stream));
+    OK(cu.launch_host_func(stream, check_taken, &taker));
+    OK(cu.stream_write_value_32(stream, shared + kTakenOffset, sequence, CU_STREAM_WRITE_VALUE_DEFAULT));
+    if (i % kBurst == 0) OK(cu.stream_synchronize(stream));
+  }
+  OK(cu.stream_synchronize(stream));
+  EQUAL(0, taker.num_wrong);
+}
+
+LITMUS(handoffs_between_two_processes_are_whole) {
+  const Window window(kSharedBytes, true);
+  const Stream stream;
+  OK(cu.memset_8_async(window.address(), 0, kSharedBytes, stream));
+  OK(cu.stream_synchronize(stream));
+  const int fd = window.export_fd();
+  std::string output;
+  int status = 0;
+  std::thread peer([&] { status = run_in_fresh_process("_take_from_peer", &output, fd); });
+  try {
+    give_to_peer(window.address());
+  } catch (const Failure&) {
+    peer.join();  // its limit ends it
+    throw;
+  }
+  peer.join();
+  close(fd);
+  if (status != 0) fail(__FILE__, __LINE__, output);
 }

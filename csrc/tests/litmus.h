@@ -43,7 +43,9 @@ void expect_equal(long long found, long long expected, const char* text, const c
 /// How often the hand-off tests hand something on; a command line option.
 extern long num_handoffs;
 /// Run `name` of this program over the same driver in a fresh process; its exit status, or minus its signal.
-int run_in_fresh_process(const char* name, std::string* output);
+/// The process finds `fd`, if one is given, as kInheritedFd.
+int run_in_fresh_process(const char* name, std::string* output, int fd = -1);
+constexpr int kInheritedFd = 100;
 
 class Stream {
  public:

@@ -242,3 +242,37 @@ LITMUS(an_empty_graph_can_be_launched) {
     OK(cu.stream_synchronize(stream));
   }
 }
+
+// Fault D10: a graph keeps what was passed by address: the array of a batch, and its events.
+LITMUS(a_graph_keeps_its_own_copy_of_arrays) {
+  const Stream stream;
+  const Latch word;
+  CUstreamBatchMemOpParams op{};
+  op.writeValue = {CU_STREAM_MEM_OP_WRITE_VALUE_32, word.address(), {7}, CU_STREAM_WRITE_VALUE_DEFAULT, 0};
+  const Captured captured(stream, [&] { OK(cu.stream_batch_mem_op(stream, 1, &op, 0)); });
+  op.writeValue.value = 8;
+  captured.launch(stream);
+  OK(cu.stream_synchronize(stream));
+  EQUAL(7, word.value());
+}
+
+HOST_LITMUS(a_graph_keeps_its_events) {
+  const Stream stream;
+  const Stream eager;
+  const Latch latch;
+  Event recorded;
+  Event awaited;
+  const Captured captured(stream, [&] {
+    OK(cu.stream_wait_event(stream, awaited, CU_EVENT_WAIT_EXTERNAL));
+    OK(cu.event_record_with_flags(recorded, stream, CU_EVENT_RECORD_EXTERNAL));
+  });
+  latch.stall(eager);
+  OK(cu.event_record(awaited, eager));
+  OK(cu.event_destroy(recorded.release()));
+  OK(cu.event_destroy(awaited.release()));
+  captured.launch(stream);
+  EXPECT(CUDA_ERROR_NOT_READY, cu.stream_query(stream));
+  latch.set(1);
+  OK(cu.stream_synchronize(stream));
+  OK(cu.stream_synchronize(eager));
+}

@@ -70,10 +70,10 @@ HOST_LITMUS(a_timed_wait_ends_in_time_and_harms_nothing) {
 namespace {
 
 void leave_work_behind() {
-  auto* stream = new Stream;
-  auto* latch = new Latch;
+  static auto* const stream = new Stream;  // never destroyed, as a program that exits in a hurry leaves them
+  static auto* const latch = new Latch;
   latch->stall(*stream);
-  auto* captured = new Captured(*stream, [&] { latch->stall(*stream, 2); });
+  static auto* const captured = new Captured(*stream, [&] { latch->stall(*stream, 2); });
   captured->set_executor(1, -1);
   captured->launch(*stream);
 }
@@ -89,9 +89,9 @@ HOST_LITMUS(_exit_from_a_thread) {
 }
 
 HOST_LITMUS(_exit_with_destroyed_streams) {
+  static auto* const latch = new Latch;
   for (int i = 0; i < 20; ++i) {
-    Stream stream;
-    auto* latch = new Latch;
+    const Stream stream;
     latch->stall(stream);
   }
 }

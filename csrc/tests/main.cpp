@@ -80,15 +80,17 @@ int list() {
 
 }  // namespace
 
-int run_in_fresh_process(const char* name, std::string* output) {
+int run_in_fresh_process(const char* name, std::string* output, int fd) {
   int channel[2];
   TRUE(pipe(channel) == 0);
+  const std::string handoffs = std::to_string(num_handoffs);
   const pid_t child = vfork();
   if (child == 0) {
     dup2(channel[1], STDOUT_FILENO);
     dup2(channel[1], STDERR_FILENO);
     close(channel[0]);
-    execl("/proc/self/exe", "graphshard_litmus", library_path, name, nullptr);
+    if (fd >= 0) dup2(fd, kInheritedFd);
+    execl("/proc/self/exe", "graphshard_litmus", library_path, name, "--handoffs", handoffs.c_str(), nullptr);
     _exit(127);
   }
   close(channel[1]);

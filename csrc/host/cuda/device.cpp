@@ -51,8 +51,8 @@ CUcontext current_context() { return context_stack.empty() ? nullptr : context_s
 CUresult init(unsigned int flags) {
   if (in_host_function()) return CUDA_ERROR_NOT_PERMITTED;
   if (flags != 0) return CUDA_ERROR_INVALID_VALUE;
+  if (state.load() == State::kForked) return CUDA_ERROR_NOT_INITIALIZED;  // its mutex may be held for ever
   const std::lock_guard lock(process().mutex);
-  if (state.load() == State::kForked) return CUDA_ERROR_NOT_INITIALIZED;
   if (state.load() == State::kReady) return CUDA_SUCCESS;
   if (pthread_atfork(nullptr, nullptr, mark_forked_child) != 0) return CUDA_ERROR_OUT_OF_MEMORY;
   state.store(State::kReady);

@@ -257,12 +257,18 @@ CUresult stream_get_priority(CUstream stream, int* priority) {
   return CUDA_SUCCESS;
 }
 
-CUresult stream_get_context(CUstream stream, CUcontext* context) {
+CUresult stream_get_context_v1(CUstream stream, CUcontext* context) {
   GS_RETURN_IF_ERROR(enter());
   GS_RETURN_IF_ERROR(check_stream(stream));
   if (context == nullptr) return CUDA_ERROR_INVALID_VALUE;
   *context = &process().primary;
   return CUDA_SUCCESS;
+}
+
+CUresult stream_get_context_v2(CUstream stream, CUcontext* context, CUgreenCtx* green) {
+  if (green == nullptr) return CUDA_ERROR_INVALID_VALUE;
+  *green = nullptr;
+  return stream_get_context_v1(stream, context);
 }
 
 }  // namespace graphshard::hostcuda

@@ -72,7 +72,8 @@ CUresult stream_synchronize(CUstream stream);
 CUresult stream_wait(CUstream stream, int64_t timeout_ns);
 CUresult stream_get_flags(CUstream stream, unsigned int* flags);
 CUresult stream_get_priority(CUstream stream, int* priority);
-CUresult stream_get_context(CUstream stream, CUcontext* context);
+CUresult stream_get_context_v1(CUstream stream, CUcontext* context);
+CUresult stream_get_context_v2(CUstream stream, CUcontext* context, CUgreenCtx* green);
 CUresult context_synchronize();
 
 CUresult launch_host_func(CUstream stream, CUhostFn function, void* argument);
