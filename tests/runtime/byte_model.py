@@ -25,9 +25,14 @@ def self_naming(model: str, weight: str, num_bytes: int, version: int = 0) -> Te
 
 
 class ByteModel:
-    """`layers[i]` lists the bytes of layer i's weights, one segment each; `head_bytes` adds a resident weight."""
+    """`layers[i]` lists the bytes of layer i's weights, one segment each.
 
-    def __init__(self, layers: Sequence[Sequence[int]], *, name: str = "bytes", tied: bool = False) -> None:
+    `tied` adds a segment that reads the first weight again; with `temporaries` segments compute by way of some.
+    """
+
+    def __init__(
+        self, layers: Sequence[Sequence[int]], *, name: str = "bytes", tied: bool = False, temporaries: bool = False
+    ) -> None:
         self.name = name
         self.weights: list[WeightSpec] = []
         specs: list[SegmentSpec] = []
@@ -38,7 +43,7 @@ class ByteModel:
                 specs.append(SegmentSpec(f"s{i}", layer, (weight.name,)))
         if tied:  # the first weight is read again at the far end
             specs.append(SegmentSpec("tied", None, (self.weights[0].name,)))
-        self.segments = tuple(Segment(spec, _show(spec)) for spec in specs)
+        self.segments = tuple(Segment(spec, _show(spec, temporaries)) for spec in specs)
 
     def spec(self) -> ModelSpec:
         return ModelSpec(self.name, tuple(self.weights), tuple(segment.spec for segment in self.segments))
@@ -71,9 +76,13 @@ class ByteModel:
         return found
 
 
-def _show(spec: SegmentSpec):  # type: ignore[no-untyped-def]
+def _show(spec: SegmentSpec, temporaries: bool):  # type: ignore[no-untyped-def]
     def run(state: StepState) -> None:
         for name in spec.reads:
-            state.buffer(f"{spec.path}:{name}").copy_(state.weight(name))
+            weight = state.weight(name)
+            if temporaries:
+                mask = torch.full_like(weight, 0x5A)
+                weight = (weight ^ mask) ^ 0x5A
+            state.buffer(f"{spec.path}:{name}").copy_(weight)
 
     return run
