@@ -47,6 +47,13 @@ class BoundProgram:
     """The program's op that each bound op comes from (-1: fork or join)."""
     streams: tuple[Stream, ...]
 
+    def first_pending(self) -> str:
+        """`; the first op that is not done is op 3 ...` of the list's latest eager issue; empty if all are done."""
+        for op in self.lowered.ops:
+            if isinstance(op, Record) and op.op >= 0 and not self.op_list.event_done(op.event):
+                return f"; the first op that is not done is op {op.op} {self.program.ops[op.op]}"
+        return ""
+
 
 def bind_program(
     driver: Driver,

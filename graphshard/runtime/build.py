@@ -65,14 +65,9 @@ def build_runtime(
     buffers = {shape: tuple(segmented.buffers(shape)) for shape in plan.step_shapes}
     exchange(group, _certificate(compiled, device, buffers))
 
-    def reserve_and_load() -> tuple[RuntimeMemory, list[int]]:
-        memory = RuntimeMemory(device, layout, buffers)
-        weights = source()
-        checksums = fill_chunks(model, layout, group.rank, memory, weights)
-        fill_resident(model, layout, memory, weights)
-        return memory, checksums
-
-    memory, checksums = group.agree("load", reserve_and_load)
+    # apart from loading: a source may give up its copies, which must not happen if a peer has too little memory
+    memory = group.agree("reserve", lambda: RuntimeMemory(device, layout, buffers))
+    checksums = group.agree("load", lambda: _load(compiled, group.rank, memory, source()))
     control = ControlTable.exchange(group, bytes.fromhex(layout.digest))
     transport = PullTransport(device, group, layout, memory.shards, checksums)
     weights = segment_weights(model, plan, layout, memory)
@@ -89,6 +84,13 @@ def build_runtime(
     )
     group.agree("check of gathered units", runtime.check_gathers)
     return runtime
+
+
+def _load(compiled: Compiled, rank: int, memory: RuntimeMemory, source: WeightSource) -> list[int]:
+    """Fill the memory; a crc32 for each chunk, by unit."""
+    checksums = fill_chunks(compiled.model, compiled.layout, rank, memory, source)
+    fill_resident(compiled.model, compiled.layout, memory, source)
+    return checksums
 
 
 def _certificate(compiled: Compiled, device: Device, buffers: Mapping[StepShape, Sequence[BufferSpec]]) -> Certificate:

@@ -24,6 +24,7 @@ def fill_chunks(model: ModelSpec, layout: Layout, rank: int, memory: RuntimeMemo
             at = begin + piece.chunk_offset
             shard[at : at + piece.weight_end - piece.weight_begin] = data[piece.weight_begin : piece.weight_end]
         checksums.append(zlib.crc32(shard[begin : begin + unit.chunk_bytes]))
+        source.release([view.weight for view in unit.views])
     return checksums
 
 
@@ -31,3 +32,4 @@ def fill_resident(model: ModelSpec, layout: Layout, memory: RuntimeMemory, sourc
     """Write every resident weight whole."""
     for view in layout.resident:
         memory.resident_bytes(view)[:] = source.read(model.weight(view.weight))
+        source.release([view.weight])

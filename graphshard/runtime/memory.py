@@ -9,7 +9,7 @@ buffers   inputs, outputs, caches and activations; step shapes share them (steps
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -82,6 +82,10 @@ class RuntimeMemory:
         """The resident weight `view`."""
         return weight_tensor(self._resident_bytes, view)
 
+    def private(self, view: WeightView, slot: int | None) -> Tensor:
+        """A copy of the weight `view` that lies in `slot` (None: resident)."""
+        return private_weight(self._resident_bytes if slot is None else self.slot(slot), view)
+
     def resident_bytes(self, view: WeightView) -> memoryview:
         """The bytes of the resident weight `view`, writable: for the loader only."""
         return self._resident_bytes[view.offset : view.offset + view.num_bytes].numpy().data
@@ -139,6 +143,11 @@ def weight_tensor(base: Tensor, view: WeightView) -> Tensor:
     if view.strides is None:
         return flat.view(view.shape)
     return flat.as_strided(view.shape, view.strides, flat.storage_offset())
+
+
+def private_weight(base: Tensor, view: WeightView) -> Tensor:
+    """The weight `view` of the bytes `base` on memory of its own, with the strides it was stored with."""
+    return weight_tensor(base[view.offset : view.offset + view.num_bytes].clone(), replace(view, offset=0))
 
 
 def _allocate(device: Device, num_bytes: int, *, exportable: bool = False) -> Memory | None:

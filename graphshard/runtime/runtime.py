@@ -21,7 +21,6 @@ from graphshard.comm.control import ControlTable
 from graphshard.comm.group import Group
 from graphshard.comm.pull import PullTransport
 from graphshard.core.errors import CommError, DeviceError, ProgramError, SpecError
-from graphshard.core.lowering import Record
 from graphshard.core.ops import AgLaunch
 from graphshard.core.specs import BufferRole, StepShape
 from graphshard.runtime.bind import BoundProgram, Hooks, bind_program
@@ -29,6 +28,7 @@ from graphshard.runtime.capture_lock import capture_lock
 from graphshard.runtime.compiled import Compiled
 from graphshard.runtime.compute import ComputeTable
 from graphshard.runtime.graphs import StepGraph
+from graphshard.runtime.loop import StepLoop, StepObserver, StepPieces, StepTurn
 from graphshard.runtime.memory import BufferRow, RuntimeMemory
 from graphshard.runtime.model import StepState
 from graphshard.runtime.slots import SlotTable
@@ -55,10 +55,14 @@ class Runtime:
         self.group, self.driver, self.hooks, self.timeout_s = group, driver, hooks, timeout_s
         self._memory, self._transport, self._control, self._compute = memory, transport, control, compute
         self._lock = threading.RLock()
+        self.turn = StepTurn(self._lock, timeout_s)
+        self.observer: StepObserver | None = None
+        """Told of the layers of steps that run as loops (`begin_step`); set by `attach`."""
         self._streams: dict[str, Stream] = {}
         self._graphs: dict[StepShape, StepGraph] = {}
         self._bound: dict[StepShape, BoundProgram] = {}
         self._eager: dict[StepShape, Calls] = {}
+        self._pieces: dict[StepShape, StepPieces] = {}
         self._num_steps = 0
         self._closed = False
         self._owner_pid = os.getpid()
@@ -93,6 +97,7 @@ class Runtime:
         """
         with self._lock:
             self._check_ready()
+            self.turn.wait_until_free()
             if self._generations != self._transport.generations():
                 self._bind_again()
             for shape in sorted(map(self._known, shapes or self.programs), reverse=True):
@@ -133,8 +138,28 @@ class Runtime:
         shape = self._known(StepShape(batch_size, tokens_per_sequence))
         with self._lock:
             self._check_ready()
+            self.turn.wait_until_free()
             self._check_generations(shape)
             self._slots.prefetch(self.programs[shape])
+
+    def begin_step(self, batch_size: int | None = None, tokens_per_sequence: int = 1) -> StepLoop:
+        """Begin a step whose layers the caller computes: `before_layer(i)`, compute, `after_layer(i)`, ..., `end()`.
+
+        Without a batch size the plan's smallest step shape is meant. A context manager, or call `end` or `abort`; a
+        step that its thread left open is given up when the thread begins the next one.
+
+        Blocks:  while another thread's step is open, bounded by the runtime's timeout.
+
+        Raises:
+            ProgramError: this plan waits inside a layer, or shards weights outside the layers.
+        """
+        shape = min(self.programs) if batch_size is None else StepShape(batch_size, tokens_per_sequence)
+        with self._lock:
+            self._check_ready()
+            bound = self._bound[self._known(shape)]
+            if shape not in self._pieces:
+                self._pieces[shape] = StepPieces(self.model, self.plan, bound)
+            return StepLoop(self, shape, bound, self._pieces[shape])
 
     def step(
         self,
@@ -145,22 +170,41 @@ class Runtime:
     ) -> None:
         """One step, eager or captured: prime, launch, wait for the outputs. Used by `run` and `StepGraph.replay`."""
         with self._lock:
-            self._check_ready()
-            self._check_generations(shape)
-            self._slots.enter(bound.program)
-            self._done.store(0)
+            self.turn.wait_until_free()
+            self.enter_step(shape, bound)
             try:
                 launch()
-                self._slots.leave(bound.program)
-                self._num_steps += 1
-                if not self._done.wait(1, self.timeout_s):
-                    self._late = True
-                    raise CommError(self._late_text(shape, bound, calls is self._eager.get(shape)))
-                calls.check()
+                self.finish_step(shape, bound, calls, calls is self._eager.get(shape))
             except BaseException:
                 self._slots.forget()
                 raise
-            self._control.mine.set_progress(self._num_steps, len(bound.program.ops))
+
+    def enter_step(self, shape: StepShape, bound: BoundProgram) -> None:
+        """Make the slots hold what the program expects. Used by steps, with the lock held."""
+        self._check_ready()
+        self._check_generations(shape)
+        self._slots.enter(bound.program)
+        self._done.store(0)
+
+    def finish_step(self, shape: StepShape, bound: BoundProgram, calls: Calls, is_eager: bool) -> None:
+        """All is enqueued: wait for the outputs. Used by steps, with the lock held."""
+        self._slots.leave(bound.program)
+        self._num_steps += 1
+        if not self._done.wait(1, self.timeout_s):
+            raise self.late_error(shape, bound, is_eager)
+        calls.check()
+        self._control.mine.set_progress(self._num_steps, len(bound.program.ops))
+
+    def abort_step(self, bound: BoundProgram) -> None:
+        """A part of the program was enqueued and no more will be. Used by loops, with the lock held.
+
+        What slots hold is forgotten once the streams are done: the next gathers may run on other streams.
+        """
+        self._slots.forget()
+        deadline = time.monotonic() + self.timeout_s
+        for stream in () if self._late else bound.streams:
+            if not stream.synchronize(max(0.0, deadline - time.monotonic())):
+                self._late = True
 
     # --- what is where ---
 
@@ -196,6 +240,12 @@ class Runtime:
         self.check_open()
         return self._compute.state(self._known(shape))
 
+    @property
+    def memory(self) -> RuntimeMemory:
+        """What was reserved; slots show a unit's bytes during its residency only."""
+        self.check_open()
+        return self._memory
+
     def buffer_table(self) -> tuple[BufferRow, ...]:
         """Everything a captured graph can see: name, role, address and bytes. Equal before and after any step."""
         self.check_open()
@@ -215,6 +265,7 @@ class Runtime:
         with self._lock:
             if self._closed:
                 return
+            self.turn.give_up()
             self._closed = True
             deadline = time.monotonic() + self.timeout_s
             for stream in self._streams.values():
@@ -280,6 +331,18 @@ class Runtime:
         self._bind()
         self.check_gathers()
 
+    def gather_now(self, unit: int, slot: int) -> None:
+        """Have `unit` in `slot` between steps, with the lock held; the host waits for its bytes. Local."""
+        self._check_ready()
+        if self._slots.held[slot] != unit:
+            self._slots.gather([AgLaunch(unit, slot, "prefetch")])
+        for stream in (self._streams["compute"], self._streams["prefetch"]):
+            if not stream.synchronize(self.timeout_s):
+                raise CommError(
+                    f"rank {self.rank} waited {self.timeout_s:.1f} s for unit {unit} outside a step; "
+                    "a peer's memory does not answer"
+                )
+
     def check_gathers(self) -> None:
         """Gather every unit once and compare each rank's chunk with its owner's checksum.
 
@@ -287,12 +350,7 @@ class Runtime:
             CommError: naming the reading rank, the source rank and the unit.
         """
         for slot, unit in {r.unit: (r.slot, r.unit) for r in self.plan.residencies}.values():
-            self._slots.gather([AgLaunch(unit, slot, "prefetch")])
-            if not self._streams["prefetch"].synchronize(self.timeout_s):
-                raise CommError(
-                    f"rank {self.rank} waited {self.timeout_s:.1f} s for unit {unit} at bind; "
-                    "a peer's memory does not answer"
-                )
+            self.gather_now(unit, slot)
             self._transport.verify_unit(unit, self._memory.slot(slot).numpy().data)
         self._slots.forget()
 
@@ -315,7 +373,7 @@ class Runtime:
     def _check_ready(self) -> None:
         self.check_open()
         if self._late:
-            if not self._streams["compute"].is_idle():
+            if not all(stream.is_idle() for stream in self._streams.values()):
                 raise DeviceError(
                     f"rank {self.rank}: the step that did not end within {self.timeout_s:.1f} s is still running; "
                     "close the runtime, or wait for it"
@@ -329,13 +387,11 @@ class Runtime:
                 "stale; call Runtime.capture, which binds and captures again"
             )
 
-    def _late_text(self, shape: StepShape, bound: BoundProgram, is_eager: bool) -> str:
-        where = ""
-        for op in bound.lowered.ops if is_eager else ():
-            if isinstance(op, Record) and op.op >= 0 and not bound.op_list.event_done(op.event):
-                where = f"; the first op that is not done is op {op.op} {bound.program.ops[op.op]}"
-                break
-        return (
+    def late_error(self, shape: StepShape, bound: BoundProgram, is_eager: bool) -> CommError:
+        """The step did not get on in time; the next one is refused until it has ended."""
+        self._late = True
+        where = bound.first_pending() if is_eager else ""
+        return CommError(
             f"rank {self.rank} waited {self.timeout_s:.1f} s for step {self._num_steps} of shape {shape} "
             f"({'eager' if is_eager else 'graph'}){where}; "
             f"peers: {self._control.describe()}"

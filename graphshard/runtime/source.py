@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -19,6 +19,9 @@ class WeightSource(Protocol):
 
     def read(self, spec: WeightSpec) -> memoryview:
         """The `spec.num_bytes` bytes of a weight; LoadError if the source's weight is missing or differs."""
+
+    def release(self, names: Sequence[str]) -> None:
+        """These weights have been copied and will not be read again: the source may give up its own copies."""
 
 
 class TensorSource:
@@ -47,6 +50,9 @@ class TensorSource:
         raw = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage(), begin, (spec.num_bytes,), (1,))
         return raw.numpy().data
 
+    def release(self, names: Sequence[str]) -> None:
+        """See WeightSource. The tensors are somebody else's."""
+
 
 class CheckpointSource:
     """Weights from a folder or file of safetensors."""
@@ -57,6 +63,9 @@ class CheckpointSource:
     def read(self, spec: WeightSpec) -> memoryview:
         """See WeightSource."""
         return self._checkpoint.read(spec)
+
+    def release(self, names: Sequence[str]) -> None:
+        """See WeightSource. Nothing is kept of a file that was read."""
 
 
 def open_source(checkpoint: str | Path | Mapping[str, Tensor]) -> WeightSource:
