@@ -97,7 +97,7 @@ def test_every_room_has_a_floor() -> None:
 def test_files_keep_to_their_budget(path: Path) -> None:
     name = str(path.relative_to(ROOT))
     lines = len(path.read_text().splitlines())
-    assert lines <= MAX_FILE_LINES or name in FILE_EXCEPTIONS, f"{name} has {lines} lines, the budget is {MAX_FILE_LINES}"
+    assert lines <= MAX_FILE_LINES or name in FILE_EXCEPTIONS, f"{name} has {lines} lines, not {MAX_FILE_LINES}"
 
 
 @pytest.mark.parametrize("path", ALL_PYTHON, ids=lambda path: str(path.relative_to(ROOT)))
