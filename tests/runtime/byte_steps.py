@@ -16,7 +16,7 @@ from graphshard.runtime.runtime import Runtime
 def compile_bytes(group: Group, model: ByteModel, **choices: Any) -> Runtime:
     """The byte model on this rank; every weight is sharded unless `choices` say otherwise."""
     defaults: dict[str, Any] = {"min_shard_bytes": 0, "capture_sizes": [1], "hooks": Hooks(poison=True)}
-    return graphshard.compile(model, group, checkpoint=model.tensors(), **(defaults | choices))
+    return graphshard.compile(model, group, **({"checkpoint": model.tensors()} | defaults | choices))
 
 
 def wrong_after(runtime: Runtime, model: ByteModel, act: Callable[[], object]) -> list[str]:
