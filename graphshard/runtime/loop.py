@@ -90,6 +90,11 @@ class StepTurn:
         self.wait_until_free()
         self._open = step
 
+    @property
+    def is_free(self) -> bool:
+        """Whether no loop is open."""
+        return self._open is None
+
     def release(self, step: StepLoop) -> None:
         """`step` has ended, with the lock held."""
         if self._open is step:
@@ -190,6 +195,11 @@ class StepLoop:
     def is_open(self) -> bool:
         """Whether it has neither ended nor been given up."""
         return not self._ended
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether a layer is open."""
+        return self._inside
 
     @property
     def due(self) -> int | None:

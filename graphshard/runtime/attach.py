@@ -1,0 +1,204 @@
+"""`attach`: any module with a list of layers, its weights sharded over the group, its code unchanged.
+
+Parameters stay the same objects; inside their layer's call they are views at fixed addresses in a slot. Module hooks
+drive the same op list that `run` issues. After `attach` returns everything is local: other ranks may be idle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+
+from torch import Tensor, nn
+
+from graphshard.comm.group import Group
+from graphshard.core.errors import GraphshardError, ProgramError
+from graphshard.core.plan import Plan
+from graphshard.core.sizes import format_bytes
+from graphshard.core.specs import ModelSpec
+from graphshard.device.base import Device
+from graphshard.runtime.attach_check import WeightWatch
+from graphshard.runtime.attach_guard import Guard
+from graphshard.runtime.attach_hooks import LayerHooks
+from graphshard.runtime.attach_layers import LayerStack, find_layers
+from graphshard.runtime.attach_source import ModuleSource, check_replicated
+from graphshard.runtime.attach_spec import ModuleSegments, ModuleSpec, module_spec
+from graphshard.runtime.bind import Hooks
+from graphshard.runtime.build import build_runtime
+from graphshard.runtime.compiled import Compiled
+from graphshard.runtime.compute import segment_weights
+from graphshard.runtime.loop import StepLoop, layer_calls
+from graphshard.runtime.runtime import Runtime
+from graphshard.runtime.whole import whole_weight
+
+
+class Attached:
+    """A module whose weights are sharded. Made by `graphshard.attach`; `detach` or `close` it, or use it as a context.
+
+    The module keeps its attachment alive. `parameters()` and `named_parameters()` give the same objects as before, but
+    outside its layer's call a sharded one shows other bytes: `whole_weight` and `state_dict` give the right ones.
+    """
+
+    def __init__(
+        self, module: nn.Module, stack: LayerStack, spec: ModuleSpec, runtime: Runtime, *, check: bool, own_loop: bool
+    ) -> None:
+        self.module, self.runtime, self.layers = module, runtime, stack
+        self._spec = spec
+        self._binding = _Binding(runtime, spec.parameters, check)
+        runtime.observer = self._binding
+        self._guard = Guard(module, stack.layers, spec.holders, self.whole_weight)
+        self._guard.install()
+        self._required_grad = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        for parameter in self._required_grad:
+            parameter.requires_grad_(False)
+        self._hooks = None if own_loop else LayerHooks(module, stack, runtime)
+        if self._hooks is not None and self._binding.watch is not None:
+            self._hooks.watch(module, self._binding.watch)
+        self._detached = False
+
+    @property
+    def plan(self) -> Plan:
+        """What is sharded and why, slots, depth."""
+        return self.runtime.plan
+
+    def begin_step(self) -> StepLoop:
+        """Begin a step whose layers the caller calls; the module must have been attached with `own_loop=True`."""
+        if self._hooks is not None:
+            raise ProgramError(
+                "this module's own hooks begin its steps: attach it with own_loop=True, or call the module"
+            )
+        return self.runtime.begin_step()
+
+    def whole_weight(self, name: str) -> Tensor:
+        """A private copy of the weight called `name` in the module, gathered now. Between steps only; local."""
+        return whole_weight(self.runtime, name)
+
+    def report(self) -> str:
+        """What is sharded, what is not, and why; memory on this rank."""
+        layout, plan = self.runtime.layout, self.plan
+        names = [*self.runtime.model.weights]
+        width = max((len(weight.name) for weight in names), default=0)
+        lines = [
+            f"{self.runtime.model.name}: {len(self.layers.layers)} layers of {self.layers.path or 'the module'}, "
+            f"{len(self.layers.order)} calls a step, over {plan.world_size} ranks",
+            f"sharded {format_bytes(layout.shardable_bytes)} in {len(plan.units)} units: "
+            f"{format_bytes(layout.shard_bytes)} chunks + {format_bytes(layout.slot_bytes)} slots on each rank; "
+            f"{format_bytes(layout.resident_bytes)} resident inside the layers",
+            f"units {plan.unit_policy}, prefetch_depth {plan.prefetch_depth}, {plan.num_slots} slots",
+            *plan.reasons,
+        ]
+        for decision in plan.decisions:
+            where = "resident" if decision.unit is None else f"unit {decision.unit}"
+            lines.append(f"  {decision.weight:<{width}}  {where:<9}  {decision.reason}")
+        lines += [f"  {name:<{width}}  untouched  {reason}" for name, reason in self._spec.kept.items()]
+        return "\n".join(lines) + "\n"
+
+    def detach(self) -> None:
+        """Give the module whole private parameters again, with the bytes that it had, and close. Local, idempotent.
+
+        Raises:
+            ProgramError: the attachment was closed, so the bytes are gone.
+        """
+        if self._detached:
+            return
+        whole = {name: self.whole_weight(name) for name in self._spec.parameters}
+        for name, parameter in self._spec.parameters.items():
+            parameter.data = whole[name]
+        self._guard.remove()
+        if self._hooks is not None:
+            self._hooks.remove()
+        for parameter in self._required_grad:
+            parameter.requires_grad_(True)
+        self._detached = True
+        self.close()
+
+    def close(self) -> None:
+        """Give the memory back; unless it was detached, the module refuses to run from here on. Local, idempotent."""
+        self.runtime.close()
+
+    def __enter__(self) -> Attached:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Binding:
+    """The parameters' views, told by the runtime which layer call is open."""
+
+    def __init__(self, runtime: Runtime, parameters: Mapping[str, nn.Parameter], check: bool) -> None:
+        self._calls = layer_calls(runtime.model)
+        views = segment_weights(runtime.model, runtime.plan, runtime.layout, runtime.memory)
+        self._moves: list[list[tuple[nn.Parameter, Tensor]]] = [[] for _ in self._calls]
+        seen: dict[str, set[int]] = {}
+        for position, call in enumerate(self._calls):
+            for name, view in views[runtime.model.segments[call.begin].path].items():
+                if name not in seen:
+                    parameters[name].data = view
+                seen.setdefault(name, set()).add(view.data_ptr())
+                self._moves[position].append((parameters[name], view))
+        for moves in self._moves:  # most weights have one address for all calls, and never move
+            moves[:] = [
+                (parameter, view)
+                for name, addresses in seen.items()
+                for parameter, view in moves
+                if parameter is parameters[name] and len(addresses) > 1
+            ]
+        for unread in runtime.layout.resident:
+            if unread.weight not in seen:
+                parameters[unread.weight].data = runtime.memory.resident(unread)
+        self.watch = WeightWatch(runtime, parameters) if check else None
+
+    def before_call(self, position: int) -> None:
+        """See StepObserver. A layer that is called twice may find its weights in another slot."""
+        for parameter, view in self._moves[position]:
+            parameter.data = view
+        if self.watch is not None:
+            self.watch.before_call(self._calls[position])
+
+    def after_call(self, position: int) -> None:
+        """See StepObserver."""
+        if self.watch is not None:
+            self.watch.after_call(self._calls[position])
+
+    def after_step(self) -> None:
+        """See StepObserver."""
+        if self.watch is not None:
+            self.watch.after_step()
+
+
+def attach_module(
+    module: nn.Module,
+    group: Group,
+    device: Device,
+    compile_spec: Callable[[ModelSpec], Compiled],
+    *,
+    layers: str | None,
+    order: Sequence[int] | None,
+    check: bool,
+    own_loop: bool,
+    timeout_s: float,
+    hooks: Hooks,
+) -> Attached:
+    """Shard `module` over `group` (collective); see `graphshard.attach`. Nothing is changed until all ranks agree."""
+    stack, spec = group.agree("attach", lambda: _take_stock(module, layers, order))
+    compiled = group.agree("plan", lambda: compile_spec(spec.model))
+    sharded = [name for unit in compiled.plan.units for name in unit.weights]
+    check_replicated(group, spec.parameters, sharded)
+    source = ModuleSource(spec.parameters)
+    try:
+        runtime = build_runtime(
+            compiled, ModuleSegments(spec.model), lambda: source, group, device, timeout_s=timeout_s, hooks=hooks
+        )
+    except GraphshardError as error:
+        if not source.num_released:
+            raise
+        raise type(error)(f"{error}. {source.num_released} weights of the module are gone: load it again") from error
+    return Attached(module, stack, spec, runtime, check=check, own_loop=own_loop)
+
+
+def _take_stock(module: nn.Module, layers: str | None, order: Sequence[int] | None) -> tuple[LayerStack, ModuleSpec]:
+    stack = find_layers(module, layers, order)
+    return stack, module_spec(module, stack)

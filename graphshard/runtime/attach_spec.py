@@ -1,0 +1,202 @@
+"""What of a module can be sharded: its parameters as a ModelSpec, and the reason for each one that is left alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from graphshard.core.errors import ProgramError, SpecError
+from graphshard.core.sizes import DTYPE_BITS
+from graphshard.core.specs import BufferSpec, ModelSpec, SegmentSpec, StepShape, WeightSpec
+from graphshard.runtime.attach_layers import LayerStack
+from graphshard.runtime.model import Segment, StepState
+
+ATTACHED = "_graphshard_attached"
+"""Set on each layer of an attached module."""
+
+
+@dataclass(frozen=True)
+class Holder:
+    """`module` has the weight as its own parameter `attribute`."""
+
+    module: nn.Module
+    attribute: str
+    weight: str
+
+
+@dataclass(frozen=True)
+class ModuleSpec:
+    """A module as the runtime sees it."""
+
+    model: ModelSpec
+    parameters: Mapping[str, nn.Parameter]
+    """Of the model's weights, by name."""
+    holders: tuple[Holder, ...]
+    kept: Mapping[str, str]
+    """Parameters inside the layers that stay as they are, with the reason."""
+
+
+def module_spec(module: nn.Module, stack: LayerStack) -> ModuleSpec:
+    """Weights inside the layers, one segment for each call of a layer, and one before and after all of them.
+
+    Raises:
+        SpecError: the module is compiled or attached already, or a weight inside its layers has no bytes here.
+    """
+    _refuse_module(module, stack)
+    found = _Parameters(module, stack)
+    kept = {}
+    weights = {}
+    holders = []
+    reads: list[list[str]] = [[] for _ in stack.layers]
+    for name, parameter in found.first_names.items():
+        layer = found.layer_of(name)
+        if layer is None:
+            continue
+        reason = _why_kept(name, parameter) or found.why_shared(parameter)
+        if reason:
+            kept[name] = reason
+            continue
+        weights[name] = parameter
+        reads[layer].append(name)
+        for alias in found.names_of[id(parameter)]:
+            path, _, attribute = alias.rpartition(".")
+            holders.append(Holder(module.get_submodule(path), attribute, name))
+    specs = tuple(_weight_spec(name, parameter) for name, parameter in weights.items())
+    model = ModelSpec(type(module).__name__, specs, _segments(stack, reads))
+    return ModuleSpec(model, weights, tuple(holders), kept)
+
+
+class ModuleSegments:
+    """The segments of an attached module: its own forward runs them, never the runtime."""
+
+    def __init__(self, model: ModelSpec) -> None:
+        self._model = model
+        self.segments = tuple(Segment(spec, _refuse_run) for spec in model.segments)
+
+    def spec(self) -> ModelSpec:
+        """See SegmentedModel."""
+        return self._model
+
+    def buffers(self, shape: StepShape) -> tuple[BufferSpec, ...]:
+        """None: the module allocates its own activations."""
+        return ()
+
+
+class _Parameters:
+    """All names of all parameters: two names may mean one tensor, inside a layer, between layers, or outside."""
+
+    def __init__(self, module: nn.Module, stack: LayerStack) -> None:
+        self._prefixes = [
+            (f"{name}." if name else "", layer) for layer, names in enumerate(stack.names) for name in names
+        ]
+        self.first_names: dict[str, nn.Parameter] = {}
+        self.names_of: dict[int, list[str]] = {}
+        self._names_at: dict[tuple[int, int], list[str]] = {}
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            names = self.names_of.setdefault(id(parameter), [])
+            names.append(name)
+            if len(names) == 1:
+                self.first_names[name] = parameter
+            if _place(parameter) is not None:
+                self._names_at.setdefault(_place(parameter) or (0, 0), []).append(name)
+
+    def layer_of(self, name: str) -> int | None:
+        return next((layer for prefix, layer in self._prefixes if name.startswith(prefix)), None)
+
+    def why_shared(self, parameter: nn.Parameter) -> str:
+        """The reason for which a parameter with several names, or with another one's bytes, is kept whole."""
+        names = list(self.names_of[id(parameter)])
+        place = _place(parameter)
+        if place is not None:
+            names += [name for name in self._names_at[place] if name not in names]
+        layers = {self.layer_of(name) for name in names}
+        if None in layers:
+            return f"tied to {next(n for n in names if self.layer_of(n) is None)}, outside the layers"
+        if len(layers) > 1:
+            return f"shared by layers {' '.join(map(str, sorted(layer for layer in layers if layer is not None)))}"
+        if len(names) > len(self.names_of[id(parameter)]):
+            return f"shares its bytes with {names[-1]}"
+        return ""
+
+
+def _place(parameter: nn.Parameter) -> tuple[int, int] | None:
+    """Where a plain parameter's bytes lie; None if it has none."""
+    if type(parameter) is not nn.Parameter or parameter.device.type == "meta" or not parameter.numel():
+        return None
+    if parameter.layout is not torch.strided:
+        return None
+    return parameter.data_ptr(), parameter.numel() * parameter.element_size()
+
+
+def _refuse_module(module: nn.Module, stack: LayerStack) -> None:
+    for path, inner in module.named_modules():
+        where = path or type(module).__name__
+        if isinstance(inner, torch.jit.ScriptModule):
+            raise SpecError(
+                f"{where} is a ScriptModule: its compiled code keeps weights of its own; attach before scripting"
+            )
+        if inner._compiled_call_impl is not None or type(inner).__name__ == "OptimizedModule":
+            raise SpecError(
+                f"{where} is compiled by torch.compile, which does not run the hooks that gather its weights; "
+                "attach the module itself, not compiled"
+            )
+    for layer, names in zip(stack.layers, stack.names, strict=True):
+        if ATTACHED in layer.__dict__:
+            raise SpecError(f"{names[0]} is attached already: detach() it first")
+
+
+def _why_kept(name: str, parameter: nn.Parameter) -> str:
+    """The reason for which the bytes of `parameter` are not sharded; SpecError where it has none to compute with."""
+    kind = type(parameter)
+    if isinstance(parameter, (nn.UninitializedParameter, nn.UninitializedBuffer)):
+        raise SpecError(f"weight {name} is uninitialised: run the module once before attaching it")
+    if kind.__name__ == "DTensor":
+        raise SpecError(
+            f"weight {name} is a DTensor, which is split over ranks already: only replicated weights are "
+            "sharded; attach the module before it is parallelised"
+        )
+    if parameter.device.type == "meta":
+        raise SpecError(f"weight {name} is on the meta device and has no bytes: load the module before attaching it")
+    if parameter.device.type != "cpu":
+        raise SpecError(f"weight {name} is on {parameter.device}: this version attaches modules on the CPU")
+    if kind is not nn.Parameter:
+        return f"is a {kind.__name__}: only plain parameters are sharded"
+    if parameter.is_quantized:
+        return f"is quantised ({parameter.dtype}): only plain bytes are sharded"
+    if parameter.layout is not torch.strided:
+        return f"has layout {parameter.layout}: only plain bytes are sharded"
+    if parameter.is_inference():
+        return "was made in inference mode: its memory cannot be exchanged"
+    if _dtype(parameter) not in DTYPE_BITS:
+        return f"has dtype {parameter.dtype}, which has no known size"
+    return ""
+
+
+def _weight_spec(name: str, parameter: nn.Parameter) -> WeightSpec:
+    strides = None if parameter.is_contiguous() else tuple(parameter.stride())
+    return WeightSpec(name, tuple(parameter.shape), _dtype(parameter), strides)
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _segments(stack: LayerStack, reads: Sequence[Sequence[str]]) -> tuple[SegmentSpec, ...]:
+    """A layer's first call is the segment `forward`, its k-th `forward#k`."""
+    segments = [SegmentSpec("before_layers", None, ())]
+    calls = [0] * len(stack.layers)
+    for layer in stack.order:
+        calls[layer] += 1
+        name = "forward" if calls[layer] == 1 else f"forward#{calls[layer]}"
+        segments.append(SegmentSpec(name, layer, tuple(reads[layer])))
+    return (*segments, SegmentSpec("after_layers", None, ()))
+
+
+def _refuse_run(state: StepState) -> None:
+    raise ProgramError(
+        "this runtime drives a module: call the module, or begin_step for a loop of one's own; run and capture need a "
+        "model made of segments"
+    )
