@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from graphshard.api import compile
+    from graphshard.api import attach, compile
     from graphshard.comm.group import Group, LocalGroup
     from graphshard.comm.rendezvous import init_group
     from graphshard.core.errors import CommError, DeviceError, GraphshardError, LoadError, ProgramError, SpecError
@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from graphshard.core.program import Program
     from graphshard.core.specs import BufferSpec, ModelSpec, SegmentSpec, StepShape, WeightSpec
     from graphshard.device import open_device
+    from graphshard.runtime.attach import Attached
     from graphshard.runtime.graphs import StepGraph
+    from graphshard.runtime.loop import StepLoop
     from graphshard.runtime.model import Segment, SegmentedModel, StepState
     from graphshard.runtime.runtime import Runtime
     from graphshard.schedule.auto import make_plan
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
     from graphshard.verify import verify
 
 _HOMES = {
-    "graphshard.api": ("compile",),
+    "graphshard.api": ("attach", "compile"),
     "graphshard.comm.group": ("Group", "LocalGroup"),
     "graphshard.comm.rendezvous": ("init_group",),
     "graphshard.core.errors": (
@@ -40,7 +42,9 @@ _HOMES = {
     "graphshard.core.program": ("Program",),
     "graphshard.core.specs": ("BufferSpec", "ModelSpec", "SegmentSpec", "StepShape", "WeightSpec"),
     "graphshard.device": ("open_device",),
+    "graphshard.runtime.attach": ("Attached",),
     "graphshard.runtime.graphs": ("StepGraph",),
+    "graphshard.runtime.loop": ("StepLoop",),
     "graphshard.runtime.model": ("Segment", "SegmentedModel", "StepState"),
     "graphshard.runtime.runtime": ("Runtime",),
     "graphshard.schedule.auto": ("make_plan",),
@@ -50,6 +54,7 @@ _HOMES = {
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "Attached",
     "BufferSpec",
     "CommError",
     "DeviceError",
@@ -67,9 +72,11 @@ __all__ = [
     "SegmentedModel",
     "SpecError",
     "StepGraph",
+    "StepLoop",
     "StepShape",
     "StepState",
     "WeightSpec",
+    "attach",
     "compile",
     "emit",
     "init_group",

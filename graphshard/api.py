@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from graphshard.comm.group import Group
 from graphshard.core.errors import SpecError
 from graphshard.core.plan import Plan
 from graphshard.core.specs import DeviceSpec, ModelSpec, StepShape
 from graphshard.device import Device, open_device
+from graphshard.runtime.attach import Attached, attach_module
 from graphshard.runtime.bind import Hooks
 from graphshard.runtime.build import agreed_device_spec, build_runtime
 from graphshard.runtime.compiled import Compiled, compile_plan
@@ -68,6 +69,64 @@ def compile(  # the field's verb, as in torch.compile; always used as graphshard
         runtime.close()
         raise
     return runtime
+
+
+def attach(
+    module: nn.Module,
+    group: Group,
+    *,
+    layers: str | None = None,
+    order: Sequence[int] | None = None,
+    plan: PlanChoice = "auto",
+    check: bool = False,
+    own_loop: bool = False,
+    device: str | Device = "host",
+    timeout_s: float = 30.0,
+    hooks: Hooks | None = None,
+    **choices: Any,
+) -> Attached:
+    """Shard the layers of any module over `group`, in place; call the module as before. Collective; steps are local.
+
+    Args:
+        module: holds whole weights, equal on all ranks. Its parameters no longer require gradients.
+        group: the ranks that share one copy of the weights.
+        layers: path of the ModuleList (or Sequential) of layers; None: the one with the most parameters.
+        order: the layers that one forward calls, by index, where that is not each once as listed.
+        plan: as in `compile`; units are layers unless `choices` say otherwise.
+        check: poison slots, and name weights that are read outside their layer's call. Slow.
+        own_loop: do not hook the module: the caller runs its layers, with `begin_step`, `before_layer(i)` and
+            `after_layer(i)`.
+        device: "host", or an open device.
+        timeout_s: the longest that the host waits for anything.
+        hooks: what tests insert into bound lists.
+        choices: fields of `PlanOptions`.
+
+    Raises:
+        SpecError: no list of layers, several, a weight that differs between ranks, a compiled module, a meta tensor or
+            a DTensor: on all ranks, before anything is changed.
+        ProgramError, CommError, DeviceError: see `compile`.
+    """
+    if isinstance(device, str):
+        device = open_device(device, num_ranks=group.world_size)
+    spec = agreed_device_spec(group, device)
+    if plan == "auto" and group.world_size > 1:
+        choices.setdefault("units", "layer")
+
+    def compile_spec(model: ModelSpec) -> Compiled:
+        return _compile(model, group.world_size, spec, plan, [], choices)
+
+    return attach_module(
+        module,
+        group,
+        device,
+        compile_spec,
+        layers=layers,
+        order=order,
+        check=check,
+        own_loop=own_loop,
+        timeout_s=timeout_s,
+        hooks=hooks or Hooks(),
+    )
 
 
 def _compile(
