@@ -169,7 +169,6 @@ def test_foreign_and_misaligned_addresses_are_refused(driver: Driver, stream: St
         (lambda: stream.copy(base, tensor.data_ptr(), 16), "not in any memory of this driver"),
         (lambda: stream.copy(base, 0, 16), "not in any memory of this driver"),
         (lambda: stream.fill(base + 8000, 0, 193), "run past the end of the memory of 8192 bytes"),
-        (lambda: stream.fill(base + 8192, 0, 1), "not in any memory|run past the end"),
         (lambda: stream.fill(base, 0, 0), "are no bytes"),
         (lambda: stream.write_value(base + 2, 0), "is not a multiple of 4 bytes"),
         (lambda: stream.wait_value(base + 1, 0), "is not a multiple of 4 bytes"),
