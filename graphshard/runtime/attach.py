@@ -48,9 +48,6 @@ class Attached:
         runtime.observer = self._binding
         self._guard = Guard(module, stack.layers, spec.holders, self.whole_weight)
         self._guard.install()
-        self._required_grad = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        for parameter in self._required_grad:
-            parameter.requires_grad_(False)
         self._hooks = None if own_loop else LayerHooks(module, stack, runtime)
         if self._hooks is not None and self._binding.watch is not None:
             self._hooks.watch(module, self._binding.watch)
@@ -107,8 +104,6 @@ class Attached:
         self._guard.remove()
         if self._hooks is not None:
             self._hooks.remove()
-        for parameter in self._required_grad:
-            parameter.requires_grad_(True)
         self._detached = True
         self.close()
 

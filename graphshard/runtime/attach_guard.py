@@ -79,14 +79,13 @@ def _guard(inner: nn.Module, guard: Guard) -> None:
         for name, (what, way) in _REFUSED.items():
             if name == "__deepcopy__" or hasattr(inner, name):
                 inner.__dict__[name] = _refusal(type(inner).__name__, what, way)
-        inner.__dict__["requires_grad_"] = _no_grad_only(inner)
 
 
 def _unguard(inner: nn.Module, guard: Guard) -> None:
     guards = inner.__dict__[_GUARDS]
     guards.remove(guard)
     if not guards:
-        for name in (_GUARDS, "requires_grad_", *_REFUSED):
+        for name in (_GUARDS, *_REFUSED):
             inner.__dict__.pop(name, None)
 
 
@@ -98,18 +97,6 @@ def _refusal(module: str, what: str, way: str) -> Callable[..., Any]:
         )
 
     return refuse
-
-
-def _no_grad_only(inner: nn.Module) -> Callable[..., nn.Module]:
-    def requires_grad_(requires_grad: bool = True) -> nn.Module:
-        if requires_grad:
-            raise ProgramError(
-                f"{type(inner).__name__}: an attached module cannot be trained: its weights are overwritten before any "
-                "backward; call detach() of the attached module first"
-            )
-        return type(inner).requires_grad_(inner, False)
-
-    return requires_grad_
 
 
 def _gathered(holders: Sequence[Holder], whole: Callable[[str], Tensor]) -> Callable[..., None]:

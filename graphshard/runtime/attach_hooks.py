@@ -119,6 +119,8 @@ class LayerHooks:
     def _name(self, index: int) -> str:
         return f"layer {index} ({self._stack.names[index][0] or 'the module'})"
 
+    # Note [requires_grad stays]: torch folds a matmul or not by its weight's flag, also where autograd is off, so
+    # clearing it would change bits. What is refused is a call that would save weights for a backward.
     def _refuse_gradients(self, index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.is_grad_enabled():
             return
