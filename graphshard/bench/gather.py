@@ -42,6 +42,7 @@ class GatherRequest:
     peers: Sequence[str] = PEERS
     num_repeats: int = 20
     cold_bytes: int = COLD_BYTES
+    executor: str = "cooperative"
     timeout_s: float = 60.0
 
 
@@ -123,7 +124,7 @@ def _variants(arena: _Arena, stream: Stream, device: Device, request: GatherRequ
         for copy in arena.transport.copies(unit, arena.slots.address + unit * arena.stride)
     ]
     graph = OpList(device.driver, [stream], 0, copies).capture(Calls([]))
-    launcher = graph.instantiate("cooperative")
+    launcher = graph.instantiate(request.executor)
 
     def pull() -> None:
         launcher.launch(stream)

@@ -14,6 +14,7 @@ from graphshard.core.sizes import format_bytes
 from graphshard.report.tables import table_of
 
 RUN_TIMEOUT_S = 600.0
+EXECUTORS = ("cooperative", "threaded")
 
 
 @click.group("bench")
@@ -27,13 +28,16 @@ def command() -> None:
 @click.option("--peers", type=Names(("memcpy", "gloo")), default="memcpy,gloo", show_default=True)
 @click.option("--repeats", default=20, show_default=True, help="Samples of each.")
 @click.option("--cold-size", type=Size(), default="96MiB", show_default=True, help="Bytes gathered in one sample.")
+@click.option("--executor", type=click.Choice(EXECUTORS), default="cooperative", show_default=True)
 @answering
-def gather(out: Output, world_size: int, sizes: list[int], peers: list[str], repeats: int, cold_size: int) -> None:
+def gather(
+    out: Output, world_size: int, sizes: list[int], peers: list[str], repeats: int, cold_size: int, executor: str
+) -> None:
     """Gather units over rank processes, beside C's memcpy of as many bytes and gloo's all-gather.
 
     GBps is bytes of the unit / time (1e9). All ranks work at once, on slots that are not in any cache.
     """
-    request = {"sizes": sizes, "peers": peers, "num_repeats": repeats, "cold_bytes": cold_size}
+    request = {"sizes": sizes, "peers": peers, "num_repeats": repeats, "cold_bytes": cold_size, "executor": executor}
     rows = rank_values(out, "graphshard.cli.ranks:gather", world_size, request, RUN_TIMEOUT_S)[0]
     shown = [{**row, "size": format_bytes(row["num_bytes"]), "spread": _spread(row)} for row in rows]
     columns = {"size": "unit", "what": "what", "us": "us", "spread": "p10-p90", "GBps": "GB/s"}
