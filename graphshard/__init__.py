@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from graphshard.api import attach, compile
     from graphshard.comm.group import Group, LocalGroup
+    from graphshard.comm.rejoin import rejoin_group
     from graphshard.comm.rendezvous import init_group
     from graphshard.core.errors import CommError, DeviceError, GraphshardError, LoadError, ProgramError, SpecError
     from graphshard.core.plan import Plan
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "graphshard.api": ("attach", "compile"),
     "graphshard.comm.group": ("Group", "LocalGroup"),
+    "graphshard.comm.rejoin": ("rejoin_group",),
     "graphshard.comm.rendezvous": ("init_group",),
     "graphshard.core.errors": (
         "CommError",
@@ -82,6 +84,7 @@ __all__ = [
     "init_group",
     "make_plan",
     "open_device",
+    "rejoin_group",
     "verify",
 ]
 

@@ -15,7 +15,7 @@ from graphshard.core.specs import DeviceSpec, ModelSpec, StepShape
 from graphshard.device import Device, open_device
 from graphshard.runtime.attach import Attached, attach_module
 from graphshard.runtime.bind import Hooks
-from graphshard.runtime.build import agreed_device_spec, build_runtime
+from graphshard.runtime.build import agree_on_device, agreed_device_spec, build_runtime
 from graphshard.runtime.compiled import Compiled, compile_plan
 from graphshard.runtime.model import SegmentedModel
 from graphshard.runtime.runtime import Runtime
@@ -39,6 +39,8 @@ def compile(  # the field's verb, as in torch.compile; always used as graphshard
 ) -> Runtime:
     """Shard `model` over `group`, verify its programs, load, bind and capture them. Collective.
 
+    With a group from `rejoin_group` it is not: this rank takes a dead one's place, the others go on meanwhile.
+
     Args:
         model: a model cut into segments, e.g. `graphshard.models.llama.Llama`.
         group: the ranks that share one copy of the weights.
@@ -57,11 +59,10 @@ def compile(  # the field's verb, as in torch.compile; always used as graphshard
     if isinstance(device, str):
         device = open_device(device, num_ranks=group.world_size)
     shapes = [StepShape(*size) if isinstance(size, tuple) else StepShape(size) for size in capture_sizes]
-    spec = agreed_device_spec(group, device)
-    compiled = group.agree("plan", lambda: _compile(model.spec(), group.world_size, spec, plan, shapes, choices))
-    runtime = build_runtime(
-        compiled, model, lambda: open_source(checkpoint), group, device, timeout_s=timeout_s, hooks=hooks or Hooks()
-    )
+    source, hooks = (lambda: open_source(checkpoint)), hooks or Hooks()
+    with agree_on_device(group, device) as agreed:
+        compiled = group.agree("plan", lambda: _compile(model.spec(), group, agreed.spec, plan, shapes, choices))
+        runtime = build_runtime(compiled, model, source, group, device, agreed=agreed, timeout_s=timeout_s, hooks=hooks)
     try:
         if shapes:
             runtime.capture(shapes)
@@ -88,7 +89,7 @@ def attach(
     """Shard the layers of any module over `group`, in place; call the module as before. Collective; steps are local.
 
     Args:
-        module: holds whole weights, equal on all ranks. Its parameters no longer require gradients.
+        module: holds whole weights, equal on all ranks. Run it under `torch.inference_mode()` or `torch.no_grad()`.
         group: the ranks that share one copy of the weights.
         layers: path of the ModuleList (or Sequential) of layers; None: the one with the most parameters.
         order: the layers that one forward calls, by index, where that is not each once as listed.
@@ -113,7 +114,7 @@ def attach(
         choices.setdefault("units", "layer")
 
     def compile_spec(model: ModelSpec) -> Compiled:
-        return _compile(model, group.world_size, spec, plan, [], choices)
+        return _compile(model, group, spec, plan, [], choices)
 
     return attach_module(
         module,
@@ -131,7 +132,7 @@ def attach(
 
 def _compile(
     model: ModelSpec,
-    world_size: int,
+    group: Group,
     device: DeviceSpec,
     plan: PlanChoice,
     shapes: list[StepShape],
@@ -146,5 +147,5 @@ def _compile(
     shapes = shapes or [StepShape(1)]
     return compile_plan(
         model,
-        make_plan(model, world_size, device, replicated=plan == "replicated", step_shapes=shapes, **choices),
+        make_plan(model, group.world_size, device, replicated=plan == "replicated", step_shapes=shapes, **choices),
     )

@@ -45,6 +45,14 @@ class Certificate:
         rows += [("plan digest", self.plan), ("layout digest", self.layout)]
         return rows + [(f"window {i}", f"{name} ({size} B)") for i, (name, size) in enumerate(self.windows)]
 
+    def told(self, world_size: int) -> dict[str, Any]:
+        """What `compare` needs of it, as JSON."""
+        return {"rows": self.rows(world_size), "programs": dict(self.programs)}
+
+    def digest(self, world_size: int) -> str:
+        """Equal on two ranks if `compare` finds no difference."""
+        return digest_of("".join(f"{name}={value}\n" for name, value in self.rows(world_size)))
+
 
 def exchange(group: Group, certificate: Certificate) -> None:
     """Compare `certificate` with every rank's (collective).
@@ -53,16 +61,25 @@ def exchange(group: Group, certificate: Certificate) -> None:
         CommError: on every rank, naming the first difference: the field, or the program's op, with all values by rank.
     """
     gathered: list[Any] = [rows for rows, _ in group.all_gather(certificate.rows(group.world_size), name="certificate")]
-    for rows in zip_longest(*gathered):
-        names = [row[0] if row else "nothing" for row in rows]
-        if len(set(names)) > 1:
-            raise CommError(f"certificates differ: the next entry is {_by_value(names)}; {_NEXT_STEP}")
-        values = [row[1] for row in rows]
-        if len(set(values)) == 1:
-            continue
-        if names[0].startswith("program "):
-            _raise_program_difference(group, names[0].removeprefix("program "), certificate)
-        raise CommError(f"certificates differ: {names[0]} is {_by_value(values)}; {_NEXT_STEP}")
+    shape = _unlike_program(gathered)
+    if shape is not None:
+        texts = group.all_gather(certificate.programs[shape], name=f"program {shape}")
+        _raise_program_difference(shape, [str(text) for text, _ in texts])
+
+
+def compare(certificate: Certificate, others: Mapping[str, Any], rank: int, world_size: int) -> None:
+    """Compare the certificate of `rank` with the one that all other ranks have, as `Certificate.told` gave it.
+
+    Raises:
+        CommError: naming the first difference, as `exchange` does.
+    """
+    rows = [others["rows"]] * world_size
+    rows[rank] = certificate.rows(world_size)
+    shape = _unlike_program(rows)
+    if shape is not None:
+        texts = [others["programs"][shape]] * world_size
+        texts[rank] = certificate.programs[shape]
+        _raise_program_difference(shape, texts)
 
 
 def agree_min(group: Group, name: str, value: int) -> int:
@@ -77,8 +94,22 @@ def agree_min(group: Group, name: str, value: int) -> int:
 _NEXT_STEP = "start all ranks with the same model, plan, versions and settings"
 
 
-def _raise_program_difference(group: Group, shape: str, certificate: Certificate) -> None:
-    texts = [str(text) for text, _ in group.all_gather(certificate.programs[shape], name=f"program {shape}")]
+def _unlike_program(gathered: Sequence[Any]) -> str | None:
+    """The step shape whose programs are the first that differs between ranks' rows; CommError if it is no program."""
+    for rows in zip_longest(*gathered):
+        names = [row[0] if row else "nothing" for row in rows]
+        if len(set(names)) > 1:
+            raise CommError(f"certificates differ: the next entry is {_by_value(names)}; {_NEXT_STEP}")
+        values = [row[1] for row in rows]
+        if len(set(values)) == 1:
+            continue
+        if names[0].startswith("program "):
+            return str(names[0].removeprefix("program "))
+        raise CommError(f"certificates differ: {names[0]} is {_by_value(values)}; {_NEXT_STEP}")
+    return None
+
+
+def _raise_program_difference(shape: str, texts: Sequence[str]) -> None:
     split = [_split_program(text) for text in texts]
     for part in (1, 0):  # ops first: entry, exit and counts follow from them
         for index, lines in enumerate(zip_longest(*(parts[part] for parts in split), fillvalue="nothing")):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Literal
 
 from graphshard._core import ControlPage
 from graphshard.comm.group import Group
+from graphshard.comm.process import ProcessId
 from graphshard.core.errors import CommError
 
 RankState = Literal["live", "stopped", "closed", "dead"]
@@ -30,9 +32,7 @@ class ControlTable:
         Raises:
             CommError: a rank's layout has another digest.
         """
-        mine = ControlPage()
-        mine.set_identity(os.getpid(), digest)
-        mine.set_state(LIVE)
+        mine = _new_page(digest)
         own_fd = mine.fd()
         try:
             gathered = group.all_gather(None, [own_fd], name="control pages")
@@ -51,6 +51,17 @@ class ControlTable:
                 f"{pages[unlike[0]].digest.hex()[:12]}; start all ranks with the same model and plan"
             )
         return ControlTable(group, pages)
+
+    @staticmethod
+    def join(group: Group, digest: bytes, pages: Sequence[ControlPage]) -> ControlTable:
+        """Make the page of a rank that came back, beside the others' `pages` (its own entry is ignored). Local."""
+        mine = _new_page(digest)
+        return ControlTable(group, tuple(mine if rank == group.rank else page for rank, page in enumerate(pages)))
+
+    def replace(self, rank: int, page: ControlPage, process: ProcessId) -> None:
+        """Rank `rank` came back as `process`."""
+        self.pages = (*self.pages[:rank], page, *self.pages[rank + 1 :])
+        self._processes = (*self._processes[:rank], process, *self._processes[rank + 1 :])
 
     @property
     def mine(self) -> ControlPage:
@@ -83,3 +94,10 @@ class ControlTable:
             f"rank {rank} (pid {self.pages[rank].pid}) is {self.state(rank)}, {self.progress(rank)}" for rank in peers
         ]
         return "; ".join(clauses) or "none"
+
+
+def _new_page(digest: bytes) -> ControlPage:
+    page = ControlPage()
+    page.set_identity(os.getpid(), digest)
+    page.set_state(LIVE)
+    return page

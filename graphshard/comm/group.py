@@ -48,9 +48,10 @@ class Group:
         self._mesh = mesh
         self._mesh_ranks = tuple(mesh_ranks)
         self._path = path
-        self._tag = int.from_bytes(hashlib.blake2b(path.encode(), digest_size=8).digest(), "little")
+        self._tag = group_tag(path)
         self._seq = 0
         self._num_subgroups: Counter[tuple[int, ...]] = Counter()
+        self._num_serials = 0
         self._lock = threading.Lock()
         self._is_closed = False
         self.rank = self._mesh_ranks.index(mesh.rank)
@@ -65,6 +66,11 @@ class Group:
     def job(self) -> str:
         """A random name that all ranks of this job share, and no other job has."""
         return self._mesh.job
+
+    @property
+    def path(self) -> str:
+        """`world`, or how a subgroup came from it; equal on all ranks."""
+        return self._path
 
     @property
     def prefix(self) -> str:
@@ -153,6 +159,11 @@ class Group:
         mesh_ranks = [self._mesh_ranks[rank] for rank in members]
         return Group(self._mesh, mesh_ranks, timeout_s=self.timeout_s, local_rank=self.local_rank, path=path)
 
+    def next_serial(self) -> int:
+        """A number that all ranks draw alike, if each draws equally often: what is made on this group is told apart."""
+        self._num_serials += 1
+        return self._num_serials - 1
+
     def close(self, reason: str = "") -> None:
         """Leave, at once and without asking anybody; idempotent. Ranks that wait for this one are told the reason."""
         self._is_closed = True
@@ -196,6 +207,11 @@ class LocalGroup(list[Group]):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def group_tag(path: str) -> int:
+    """The number that frames of the group `path` carry."""
+    return int.from_bytes(hashlib.blake2b(path.encode(), digest_size=8).digest(), "little")
 
 
 def new_job_name() -> str:

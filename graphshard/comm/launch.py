@@ -88,12 +88,12 @@ class RankProcesses:
         self._started = time.monotonic()
         self._pump = OutputPump(world_size)
         self._processes: list[subprocess.Popen[bytes]] = []
-        command = [sys.executable, "-m", "graphshard.comm.rank_main", entry]
-        command += ["--arguments", json.dumps(list(arguments)), "--parent-pid", str(os.getpid())]
+        self._command = [sys.executable, "-m", "graphshard.comm.rank_main", entry]
+        self._command += ["--arguments", json.dumps(list(arguments)), "--parent-pid", str(os.getpid())]
         if group_timeout_s is not None:
-            command += ["--group-timeout-s", str(group_timeout_s)]
-        shared = {"OMP_NUM_THREADS": str(num_threads), **os.environ, **(env or {})}
-        shared |= {
+            self._command += ["--group-timeout-s", str(group_timeout_s)]
+        self._environment = {"OMP_NUM_THREADS": str(num_threads), **os.environ, **(env or {})}
+        self._environment |= {
             "WORLD_SIZE": str(world_size),
             "LOCAL_WORLD_SIZE": str(world_size),
             "MASTER_ADDR": "127.0.0.1",
@@ -102,7 +102,7 @@ class RankProcesses:
         }
         try:
             for rank in range(world_size):
-                self._start(rank, command, shared)
+                self._processes.append(self._start(rank, self._command))
         except BaseException:
             self.close()
             raise
@@ -112,6 +112,33 @@ class RankProcesses:
     def pids(self) -> list[int]:
         """The processes' ids, by rank."""
         return [process.pid for process in self._processes]
+
+    @property
+    def job(self) -> str:
+        """The name of the ranks' job (`Group.job`), or empty before a rank has its group."""
+        told = (_told(self._pump.result(rank)[0]).get("job", "") for rank in range(self.world_size))
+        return next((str(job) for job in told if job), "")
+
+    def restart(self, rank: int, timeout_s: float = 10.0) -> RankResult:
+        """Start a process anew for `rank`, which has ended or is about to; returns how it ended.
+
+        The new process calls the same function with the same arguments; its group is that of a rank that came back
+        (`rejoin_group`), which joins the ranks that still run.
+
+        Raises:
+            CommError: the rank still runs after `timeout_s`, or the ranks had no group yet.
+        """
+        before = self._processes[rank]
+        try:
+            before.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise CommError(f"rank {rank} (pid {before.pid}) still runs: end it before it is started again") from None
+        self._pump.wait_for_end(rank, _LAST_OUTPUT_S)
+        result, job = self._result(rank, None), self.job
+        if not job:
+            raise CommError(f"rank {rank} cannot come back: no rank had its group yet; start all ranks anew")
+        self._processes[rank] = self._start(rank, [*self._command, "--rejoin", job])
+        return result
 
     def signal(self, rank: int, number: int = signal.SIGKILL) -> None:
         """Send a signal to one rank, if it still runs."""
@@ -147,36 +174,34 @@ class RankProcesses:
     ) -> None:
         self.close()
 
-    def _start(self, rank: int, command: list[str], shared: Mapping[str, str]) -> None:
+    def _start(self, rank: int, command: list[str]) -> subprocess.Popen[bytes]:
         read_end, write_end = os.pipe()
         process = None
         try:
             process = subprocess.Popen(
                 [*command, "--result-fd", str(write_end)],
-                env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                env={**self._environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE if rank else None,
                 stderr=subprocess.PIPE if rank else None,
                 pass_fds=[write_end],
             )
-            self._processes.append(process)
         finally:
             os.close(write_end)
             if process is None:
                 os.close(read_end)
         self._pump.add(rank, read_end, process)
+        return process
 
     def _result(self, rank: int, timed_out_s: float | None) -> RankResult:
         process = self._processes[rank]
         raw, ended = self._pump.result(rank)
-        told: dict[str, Any] = {}
-        if raw:
-            told = json.loads(raw)
+        told = _told(raw)
         failure = told.get("error", {})
         error = failure.get("message", "") or failure.get("type", "")
         if timed_out_s is not None:
             error = f"did not end within {timed_out_s:.1f} s and was killed (pid {process.pid})"
-        elif not told:
+        elif "value" not in told and not failure:
             error = _exit_text(process.returncode)
         return RankResult(
             rank=rank,
@@ -239,6 +264,15 @@ def free_port() -> int:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def _told(raw: bytes) -> dict[str, Any]:
+    """What a rank told so far, a JSON object a line: its job, then its result."""
+    told: dict[str, Any] = {}
+    for line in raw.splitlines(keepends=True):
+        if line.endswith(b"\n"):
+            told |= json.loads(line)
+    return told
 
 
 def _exit_text(return_code: int) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from graphshard._core import Memory
+from graphshard.comm.doors import RankRecord
 from graphshard.comm.group import Group
 from graphshard.comm.windows import WindowTable
 from graphshard.core.errors import CommError
@@ -48,9 +49,15 @@ class PullTransport:
     """Peers' shard windows, mapped. Made by all ranks of the group at once; everything after that is local."""
 
     def __init__(
-        self, device: Device, group: Group, layout: Layout, shard_memory: Memory | None, checksums: Sequence[int]
+        self,
+        device: Device,
+        group: Group,
+        layout: Layout,
+        shard_memory: Memory | None,
+        checksums: Sequence[int],
+        peers: Sequence[RankRecord] | None = None,
     ) -> None:
-        """Exchange windows and checksums (collective).
+        """Exchange windows and checksums (collective, unless `peers` tells them).
 
         Args:
             device: maps the peers' windows.
@@ -58,6 +65,7 @@ class PullTransport:
             layout: where chunks lie in a window.
             shard_memory: this rank's window, exportable; None if nothing is sharded.
             checksums: crc32 of this rank's chunk, by unit, taken from the bytes that were loaded.
+            peers: what each rank shows, where a living one has told it to this one, which came back.
 
         Raises:
             CommError: ranks disagree about the layout or its windows.
@@ -67,11 +75,17 @@ class PullTransport:
         self._rank = group.rank
         self._layout = layout
         self._windows = WindowTable(device, group)
+        self._checksums: list[list[int]]
         group.agree("shard window", lambda: self._check(shard_memory, checksums))
+        if peers is not None:
+            if shard_memory is not None:
+                self._windows.adopt(SHARD, shard_memory, [peer.window_fd for peer in peers])
+            self._checksums = [list(peer.checksums) for peer in peers]
+            return
         if shard_memory is not None:
             self._windows.register({SHARD: shard_memory})
         told: list[Any] = group.all_gather([layout.digest, list(checksums)], name="checksums")
-        self._checksums: list[list[int]] = [value[1] for value, _ in told]
+        self._checksums = [value[1] for value, _ in told]
         unlike = [rank for rank, (value, _) in enumerate(told) if value[0] != layout.digest]
         if unlike:
             raise CommError(
@@ -90,21 +104,28 @@ class PullTransport:
         pieces.sort(key=lambda copy: (copy.source_rank - self._rank - 1) % self.world_size)
         return [self._bind(copy, slot_address) for copy in pieces]
 
-    def verify_unit(self, unit: int, slot_view: memoryview) -> None:
-        """Compare a gathered unit with what its owners loaded; `slot_view` are the slot's bytes, on the host.
+    def verify_unit(self, unit: int, slot_view: memoryview, rank: int | None = None) -> None:
+        """Compare a gathered unit, or only `rank`'s chunk of it, with what its owners loaded.
+
+        `slot_view` are the slot's bytes, on the host.
 
         Raises:
             CommError: naming this rank, the source ranks whose chunks differ, and the unit.
         """
         found = [0] * self.world_size
+        judged = range(self.world_size) if rank is None else (rank,)
         for copy in self._layout.units[unit].copies:
+            if copy.source_rank not in judged:
+                continue
             for row in range(copy.rows):
                 begin = copy.slot_offset + row * copy.slot_pitch
                 found[copy.source_rank] = zlib.crc32(slot_view[begin : begin + copy.row_bytes], found[copy.source_rank])
         expected = [checksums[unit] for checksums in self._checksums]
-        wrong = [rank for rank in range(self.world_size) if found[rank] != expected[rank]]
+        wrong = [source for source in judged if found[source] != expected[source]]
         if wrong:
-            pairs = ", ".join(f"{found[rank]:08x} from rank {rank} instead of {expected[rank]:08x}" for rank in wrong)
+            pairs = ", ".join(
+                f"{found[source]:08x} from rank {source} instead of {expected[source]:08x}" for source in wrong
+            )
             raise CommError(
                 f"rank {self._rank} gathered other bytes of unit {unit} than their owners loaded: checksum {pairs}; "
                 "the shard was changed after load, or the mapping of that rank's memory is not what it exported"
@@ -117,6 +138,14 @@ class PullTransport:
     def remap(self, rank: int, fd: int) -> None:
         """Map the shard window of a rank that came back; `fd` stays the caller's. Bind and capture again after it."""
         self._windows.remap(SHARD, rank, fd)
+
+    def undo_remap(self, rank: int) -> None:
+        """Go back to the mapping before the last `remap`: what came back was not what it should be."""
+        self._windows.undo_remap(SHARD, rank)
+
+    def drop_retired(self) -> None:
+        """Give up the mappings that `remap` replaced; nothing bound before may be used any more."""
+        self._windows.drop_retired()
 
     @property
     def num_registrations(self) -> int:

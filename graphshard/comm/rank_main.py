@@ -15,10 +15,13 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from graphshard.comm.process import die_with_parent
 from graphshard.core.errors import GraphshardError, SpecError
+
+if TYPE_CHECKING:
+    from graphshard.comm.group import Group
 
 
 def load_entry(entry: str) -> Callable[..., Any]:
@@ -55,6 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("entry", help="package.module:function or file.py:function")
     parser.add_argument("--arguments", default="[]", help="positional arguments of the function, a JSON list")
     parser.add_argument("--group-timeout-s", type=float, help="pass init_group(...) as the first argument")
+    parser.add_argument("--rejoin", metavar="JOB", help="pass rejoin_group(JOB, ...) instead: a rank that comes back")
     parser.add_argument("--result-fd", type=int, required=True, help="the pipe that the launcher reads")
     parser.add_argument("--parent-pid", type=int, required=True, help="the launcher; this process dies with it")
     options = parser.parse_args(arguments)
@@ -62,8 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
     os.set_inheritable(options.result_fd, False)
     code = 0
     try:
-        result: dict[str, Any] = {"value": _call(options.entry, json.loads(options.arguments), options.group_timeout_s)}
-        message = json.dumps(result)
+        message = json.dumps({"value": _call(options)})
     except SystemExit:
         raise
     except BaseException as error:
@@ -71,18 +74,26 @@ def main(arguments: list[str] | None = None) -> int:
         failure = {"type": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()}
         message = json.dumps({"error": failure})
     with open(options.result_fd, "w", encoding="utf-8") as pipe, contextlib.suppress(BrokenPipeError):
-        pipe.write(message)
+        pipe.write(message + "\n")
     return code
 
 
-def _call(entry: str, arguments: list[Any], group_timeout_s: float | None) -> Any:
-    function = load_entry(entry)
-    if group_timeout_s is None:
+def _call(options: argparse.Namespace) -> Any:
+    function, arguments = load_entry(options.entry), json.loads(options.arguments)
+    if options.group_timeout_s is None:
         return function(*arguments)
-    from graphshard.comm.rendezvous import init_group  # here: a rank without a group needs no sockets
-
-    with init_group(timeout_s=group_timeout_s) as group:
+    with _group(options) as group:
+        os.write(options.result_fd, json.dumps({"job": group.job}).encode() + b"\n")
         return function(group, *arguments)
+
+
+def _group(options: argparse.Namespace) -> Group:
+    from graphshard.comm.rejoin import rejoin_group  # here: a rank without a group needs no sockets
+    from graphshard.comm.rendezvous import init_group
+
+    if options.rejoin is None:
+        return init_group(timeout_s=options.group_timeout_s)
+    return rejoin_group(options.rejoin, int(os.environ["RANK"]), timeout_s=options.group_timeout_s)
 
 
 if __name__ == "__main__":

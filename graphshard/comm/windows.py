@@ -7,7 +7,7 @@ that of the sorted names; lists are compared before anything is mapped.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from graphshard._core import DriverError, Memory
@@ -25,7 +25,7 @@ class WindowTable:
         self._device = device
         self._group = group
         self._windows: dict[str, list[Memory]] = {}
-        self._retired: list[Memory] = []
+        self._retired: list[tuple[str, int, Memory]] = []
         self._is_closed = False
 
     @property
@@ -72,13 +72,41 @@ class WindowTable:
     def remap(self, name: str, rank: int, fd: int) -> None:
         """Map `fd` (stays the caller's) as the window of a peer that came back.
 
-        Graphs bound before hold the old addresses: the old mapping stays until `close`, and `generations` changes.
+        Graphs bound before hold the old addresses: the old mapping stays until `drop_retired`, and `generations`
+        changes.
         """
         old = self.window(name, rank)
         if rank == self._group.rank:
             raise CommError(f"window {name}: rank {rank} cannot remap its own window; register it anew")
         self._windows[name][rank] = self._device.import_memory(fd, old.num_bytes, read_only=True)
-        self._retired.append(old)
+        self._retired.append((name, rank, old))
+
+    def undo_remap(self, name: str, rank: int) -> None:
+        """Go back to the mapping that was before the last `remap` of this window."""
+        index = max(i for i, (other, peer, _) in enumerate(self._retired) if (other, peer) == (name, rank))
+        self._windows[name][rank] = self._retired.pop(index)[2]
+
+    def drop_retired(self) -> None:
+        """Unmap what was remapped; lists and graphs that still hold such memory keep it until they go."""
+        self._retired.clear()
+
+    def adopt(self, name: str, own: Memory, fds: Sequence[int | None]) -> None:
+        """Map the windows of all peers from `fds`, by rank, which stay the caller's. Local: for a rank that came back.
+
+        Raises:
+            CommError: a peer shows none.
+            DeviceError: an allocation cannot be a window, or a peer's cannot be mapped.
+        """
+        self._is_new(name, own)
+        mapped: list[Memory] = []
+        for rank, fd in enumerate(fds):
+            if rank == self._group.rank:
+                mapped.append(own)
+            elif fd is None:
+                raise CommError(f"window {name}: rank {rank} shows none, rank {self._group.rank} shards its weights")
+            else:
+                mapped.append(self._device.import_memory(fd, own.num_bytes, read_only=True))
+        self._windows[name] = mapped
 
     def deregister(self, name: str) -> None:
         """Forget a window, here only; nothing may use its addresses any more."""

@@ -14,6 +14,7 @@ from graphshard.comm.pull import PullTransport
 from graphshard.core.lowering import Compute, CopyRun, Lowered, Record, lower
 from graphshard.core.ops import AgLaunch
 from graphshard.core.program import Program
+from graphshard.core.specs import StepShape
 from graphshard.runtime.memory import RuntimeMemory
 
 BoundOp = tuple[object, ...]
@@ -95,6 +96,34 @@ def bind_program(
     used = tuple(streams[name] for name in lowered.streams)
     op_list = OpList(driver, used, lowered.num_events, ops)
     return BoundProgram(program, lowered, op_list, tuple(computes), tuple(sources), used)
+
+
+def bind_programs(
+    driver: Driver,
+    programs: Mapping[StepShape, Program],
+    streams: Mapping[str, Stream],
+    memory: RuntimeMemory,
+    transport: PullTransport,
+    *,
+    num_copy_streams: int,
+    done: Word,
+    hooks: Hooks,
+) -> dict[StepShape, BoundProgram]:
+    """Bind each of `programs`; step shapes whose programs are equal share one list."""
+    by_digest: dict[str, BoundProgram] = {}
+    for program in programs.values():
+        if program.digest not in by_digest:
+            by_digest[program.digest] = bind_program(
+                driver,
+                program,
+                streams,
+                memory,
+                transport,
+                num_copy_streams=num_copy_streams,
+                done=done,
+                hooks=hooks,
+            )
+    return {shape: by_digest[program.digest] for shape, program in programs.items()}
 
 
 def bind_gather(

@@ -6,16 +6,21 @@ agree on is compared before a graph is captured.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
 from graphshard.comm.certificate import Certificate, agree_min, exchange
 from graphshard.comm.control import ControlTable
+from graphshard.comm.doors import own_record
 from graphshard.comm.group import Group
 from graphshard.comm.pull import PullTransport
+from graphshard.comm.rejoin import Newcomer, Welcome, open_door
 from graphshard.core.errors import SpecError
+from graphshard.core.layout import Layout
+from graphshard.core.plan import Plan
 from graphshard.core.specs import BufferSpec, DeviceSpec, StepShape
 from graphshard.core.text import digest_of, text_of
 from graphshard.device.base import Device
@@ -29,8 +34,27 @@ from graphshard.runtime.runtime import Runtime
 from graphshard.runtime.source import WeightSource
 
 
+@dataclass(frozen=True)
+class Agreed:
+    """What stands before a plan is made, and whom a rank that came back has met."""
+
+    spec: DeviceSpec
+    """What every rank's device can do. The only device a plan sees; told to ranks that come back."""
+    welcome: Welcome | None = None
+
+
+@contextmanager
+def agree_on_device(group: Group, device: Device) -> Iterator[Agreed]:
+    """Agree with all ranks (collective); or, on a rank that came back, meet them and go by what they agreed on."""
+    if not isinstance(group, Newcomer):
+        yield Agreed(agreed_device_spec(group, device))
+        return
+    with group.meet() as welcome:
+        yield Agreed(DeviceSpec(**welcome.offer["device"]), welcome)
+
+
 def agreed_device_spec(group: Group, device: Device) -> DeviceSpec:
-    """What every rank's device can do: the least of each number (collective). The only device a plan sees."""
+    """The least of all ranks' numbers (collective)."""
     spec = device.spec()
     return replace(
         spec,
@@ -46,10 +70,13 @@ def build_runtime(
     group: Group,
     device: Device,
     *,
+    agreed: Agreed | None = None,
     timeout_s: float,
     hooks: Hooks,
 ) -> Runtime:
-    """Reserve, load, agree and bind on every rank of `group` (collective).
+    """Reserve, load, agree and bind on every rank of `group` (collective), or on one that came back.
+
+    Without `agreed` no rank can come back.
 
     Raises:
         SpecError: the plan is for another world size.
@@ -57,19 +84,17 @@ def build_runtime(
         CommError: ranks disagree, or a peer's memory shows other bytes than it loaded.
     """
     plan, layout, model = compiled.plan, compiled.layout, compiled.model
-    if plan.world_size != group.world_size:
-        raise SpecError(
-            f"the plan is for {plan.world_size} ranks, the group has {group.world_size}: "
-            "make the plan for this group, or start as many ranks as the plan names"
-        )
+    welcome = agreed.welcome if agreed is not None else None
     buffers = {shape: tuple(segmented.buffers(shape)) for shape in plan.step_shapes}
-    exchange(group, _certificate(compiled, device, buffers))
+    certificate = _certificate(compiled, device, buffers)
+    _compare(group, plan, certificate, welcome)
 
     # apart from loading: a source may give up its copies, which must not happen if a peer has too little memory
     memory = group.agree("reserve", lambda: RuntimeMemory(device, layout, buffers))
     checksums = group.agree("load", lambda: _load(compiled, group.rank, memory, source()))
-    control = ControlTable.exchange(group, bytes.fromhex(layout.digest))
-    transport = PullTransport(device, group, layout, memory.shards, checksums)
+    if welcome is not None:
+        welcome.check_checksums(checksums)
+    control, transport = _meet_peers(group, device, layout, memory, checksums, welcome)
     weights = segment_weights(model, plan, layout, memory)
     runtime = Runtime(
         compiled,
@@ -83,7 +108,39 @@ def build_runtime(
         timeout_s=timeout_s,
     )
     group.agree("check of gathered units", runtime.check_gathers)
+    if agreed is not None:
+        offer = {"certificate": certificate.told(group.world_size), "device": asdict(agreed.spec)}
+        own = own_record(group, control.mine, memory.shards, checksums)
+        runtime.let_in(open_door(group, own, offer, certificate.digest(group.world_size), welcome))
     return runtime
+
+
+def _compare(group: Group, plan: Plan, certificate: Certificate, welcome: Welcome | None) -> None:
+    if plan.world_size != group.world_size:
+        raise SpecError(
+            f"the plan is for {plan.world_size} ranks, the group has {group.world_size}: "
+            "make the plan for this group, or start as many ranks as the plan names"
+        )
+    if welcome is None:
+        exchange(group, certificate)
+    else:
+        welcome.check_certificate(certificate)
+
+
+def _meet_peers(
+    group: Group,
+    device: Device,
+    layout: Layout,
+    memory: RuntimeMemory,
+    checksums: Sequence[int],
+    welcome: Welcome | None,
+) -> tuple[ControlTable, PullTransport]:
+    digest = bytes.fromhex(layout.digest)
+    if welcome is None:
+        control = ControlTable.exchange(group, digest)
+        return control, PullTransport(device, group, layout, memory.shards, checksums)
+    control = ControlTable.join(group, digest, [record.page for record in welcome.records])
+    return control, PullTransport(device, group, layout, memory.shards, checksums, welcome.records)
 
 
 def _load(compiled: Compiled, rank: int, memory: RuntimeMemory, source: WeightSource) -> list[int]:

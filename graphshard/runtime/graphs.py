@@ -11,6 +11,7 @@ from graphshard._core import Calls, Graph, GraphExec
 from graphshard.core.errors import DeviceError
 from graphshard.core.specs import StepShape
 from graphshard.runtime.bind import BoundProgram
+from graphshard.runtime.capture_lock import capture_lock
 
 if TYPE_CHECKING:
     from graphshard.runtime.runtime import Runtime
@@ -29,6 +30,11 @@ class _Captured:
         self.exec.launch(self.bound.streams[0])
 
 
+def _capture(bound: BoundProgram, calls: Calls, executor: str, seed: int) -> _Captured:
+    graph = bound.op_list.capture(calls)
+    return _Captured(graph, graph.instantiate(executor, seed), bound, calls)
+
+
 class StepGraph:
     """One captured step shape. Made by `Runtime.graph`; `inputs` and `outputs` are static tensors.
 
@@ -43,10 +49,7 @@ class StepGraph:
         Raises:
             DeviceError: the driver refused.
         """
-        graph = bound.op_list.capture(calls)
-        self._captured: _Captured | None = _Captured(
-            graph, graph.instantiate(executor, runtime.hooks.seed), bound, calls
-        )
+        self._captured: _Captured | None = _capture(bound, calls, executor, runtime.hooks.seed)
         self.shape = shape
         self.inputs: dict[str, Tensor] = runtime.buffers(shape, "input")
         self.outputs: dict[str, Tensor] = runtime.buffers(shape, "output")
@@ -65,7 +68,7 @@ class StepGraph:
             DeviceError: the graph was closed, or a window has been remapped since it was captured.
             CommError: the step did not end in time.
         """
-        self._runtime.check_open()
+        self._runtime.at_step_boundary()
         captured = self._captured
         if captured is None:
             raise DeviceError(f"the graph of step shape {self.shape} is closed; capture again with Runtime.capture")
@@ -79,6 +82,16 @@ class StepGraph:
     def is_closed(self) -> bool:
         """Whether the graph was given back, by hand or because a window was remapped."""
         return self._captured is None
+
+    def capture_again(self, bound: BoundProgram) -> None:
+        """Capture `bound` in place of what was captured, with the same calls: slots are where they were, windows not.
+
+        Used by the runtime. If the driver refuses, the old graph stays, and the windows that it reads.
+        """
+        if self._captured is not None:
+            plan, seed = self._runtime.plan, self._runtime.hooks.seed
+            with capture_lock(f"step shape {self.shape}", self._runtime.timeout_s):
+                self._captured = _capture(bound, self._captured.calls, plan.executor, seed)
 
     def close(self) -> None:
         """Give the graph back, and what only it kept alive. Idempotent; a later replay is refused."""

@@ -11,19 +11,22 @@ from __future__ import annotations
 import os
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable
 from types import TracebackType
 
 from torch import Tensor
 
-from graphshard._core import Calls, Driver, Memory, Stream, Word
-from graphshard.comm.control import ControlTable
+from graphshard._core import Calls, Driver
+from graphshard.comm.control import CLOSED, ControlTable
+from graphshard.comm.doorkeeper import Doorkeeper
 from graphshard.comm.group import Group
 from graphshard.comm.pull import PullTransport
-from graphshard.core.errors import CommError, DeviceError, ProgramError, SpecError
-from graphshard.core.ops import AgLaunch
+from graphshard.core.errors import CommError, GraphshardError, SpecError
 from graphshard.core.specs import BufferRole, StepShape
-from graphshard.runtime.bind import BoundProgram, Hooks, bind_program
+from graphshard.runtime.admission import Admission
+from graphshard.runtime.bind import BoundProgram, Hooks
+from graphshard.runtime.binding import Binding
 from graphshard.runtime.capture_lock import capture_lock
 from graphshard.runtime.compiled import Compiled
 from graphshard.runtime.compute import ComputeTable
@@ -31,10 +34,9 @@ from graphshard.runtime.graphs import StepGraph
 from graphshard.runtime.loop import StepLoop, StepObserver, StepPieces, StepTurn
 from graphshard.runtime.memory import BufferRow, RuntimeMemory
 from graphshard.runtime.model import StepState
-from graphshard.runtime.slots import SlotTable
 
 
-class Runtime:
+class Runtime(Binding):
     """One rank's runtime. Built by `graphshard.compile`; close it, or use it as a context manager."""
 
     def __init__(
@@ -50,26 +52,26 @@ class Runtime:
         hooks: Hooks,
         timeout_s: float,
     ) -> None:
-        self.model, self.plan, self.layout = compiled.model, compiled.plan, compiled.layout
-        self.programs = dict(compiled.programs)
-        self.group, self.driver, self.hooks, self.timeout_s = group, driver, hooks, timeout_s
-        self._memory, self._transport, self._control, self._compute = memory, transport, control, compute
+        super().__init__(
+            compiled,
+            rank=group.rank,
+            driver=driver,
+            memory=memory,
+            transport=transport,
+            hooks=hooks,
+            timeout_s=timeout_s,
+        )
+        self.group = group
+        self._control, self._compute = control, compute
         self._lock = threading.RLock()
         self.turn = StepTurn(self._lock, timeout_s)
         self.observer: StepObserver | None = None
         """Told of the layers of steps that run as loops (`begin_step`); set by `attach`."""
-        self._streams: dict[str, Stream] = {}
         self._graphs: dict[StepShape, StepGraph] = {}
-        self._bound: dict[StepShape, BoundProgram] = {}
         self._eager: dict[StepShape, Calls] = {}
         self._pieces: dict[StepShape, StepPieces] = {}
         self._num_steps = 0
-        self._closed = False
-        self._owner_pid = os.getpid()
-        self._late = False
-        self._generations: tuple[int, ...] = ()
-        self._reserve_streams()
-        self._bind()
+        self.let_in(None)
 
     # --- stepping ---
 
@@ -81,6 +83,7 @@ class Runtime:
         shape = self._known(StepShape(batch_size, tokens_per_sequence))
         with self._lock:
             self._check_ready()
+            self.at_step_boundary()
             bound = self._bound[shape]
             if shape not in self._eager:
                 self._eager[shape] = self._compute.eager(shape, bound.computes)
@@ -156,6 +159,7 @@ class Runtime:
         shape = min(self.programs) if batch_size is None else StepShape(batch_size, tokens_per_sequence)
         with self._lock:
             self._check_ready()
+            self.at_step_boundary()
             bound = self._bound[self._known(shape)]
             if shape not in self._pieces:
                 self._pieces[shape] = StepPieces(self.model, self.plan, bound)
@@ -206,12 +210,53 @@ class Runtime:
             if not stream.synchronize(max(0.0, deadline - time.monotonic())):
                 self._late = True
 
-    # --- what is where ---
+    # --- ranks that come back ---
 
-    @property
-    def rank(self) -> int:
-        """This process's (or thread's) rank in the shard group."""
-        return self.group.rank
+    def admit(self) -> tuple[int, ...]:
+        """Take in the ranks that came back: drain, map their windows, capture again (the next step primes).
+
+        Steps do it by themselves when they begin. Local and bounded. Step graphs and buffers that are held stay as they
+        are; memory of the dead is freed when their last peer has done this. Returns the ranks taken in.
+
+        Raises:
+            CommError, DeviceError: a window cannot be mapped, or does not hold what its owner told: that rank was left
+                out, and steps go on with what was mapped before.
+        """
+        with self._lock:
+            self._check_ready()
+            self.turn.wait_until_free()
+            if not self._admission.has_news:
+                return ()
+            self._drain()
+            admitted, failures = self._admission.take_in(self.check_gathers)
+            if self._generations != self._transport.generations():
+                self._bind()
+                for shape, graph in self._graphs.items():
+                    graph.capture_again(self._bound[shape])
+                self._transport.drop_retired()
+            if failures:
+                raise failures[0]
+            return admitted
+
+    def at_step_boundary(self) -> None:
+        """No step runs: `admit` whoever came back, and warn of one that is not as it should be. Used by steps."""
+        self.check_open()
+        if self._admission.has_news and self.turn.is_free:
+            try:
+                self.admit()
+            except GraphshardError as error:
+                warnings.warn(f"rank {self.rank} goes on without a rank that came back: {error}", stacklevel=3)
+
+    def let_in(self, doorkeeper: Doorkeeper | None) -> None:
+        """Own `doorkeeper`, whose newcomers are taken in from now on."""
+        self._admission = Admission(doorkeeper, self._control, self._transport, self._slots)
+
+    def pinned_by_dead(self) -> dict[int, int]:
+        """The bytes of windows of ranks that died, by rank: their memory lives on while a peer maps it."""
+        self.check_open()
+        return dict.fromkeys(self._control.dead(), self.layout.shard_bytes)
+
+    # --- what is where ---
 
     @property
     def num_steps(self) -> int:
@@ -267,18 +312,17 @@ class Runtime:
                 return
             self.turn.give_up()
             self._closed = True
-            deadline = time.monotonic() + self.timeout_s
-            for stream in self._streams.values():
-                stream.synchronize(max(0.0, deadline - time.monotonic()))
+            self._admission.close()
+            self._drain()
             for graph in self._graphs.values():
                 graph.close()
             self._graphs.clear()
             self._eager.clear()
             self._bound.clear()
-            self._control.mine.set_state(2)
+            self._control.mine.set_state(CLOSED)
             self._transport.close()
             self._streams.clear()
-            del self._slots, self._compute, self._done, self._memory
+            del self._admission, self._slots, self._compute, self._done, self._memory
 
     def __enter__(self) -> Runtime:
         return self
@@ -290,37 +334,6 @@ class Runtime:
 
     # --- inside ---
 
-    def _reserve_streams(self) -> None:
-        names = ["compute", "copy", *(f"copy{i}" for i in range(1, self.plan.num_copy_streams)), "copy_own", "prefetch"]
-        self._streams = {name: Stream(self.driver) for name in names}
-        self._done = Word(Memory(self.driver, 4))
-        self._slots = SlotTable(
-            self.driver,
-            len(self.layout.slots),
-            self._streams["compute"],
-            self._streams["prefetch"],
-            self._memory,
-            self._transport,
-            self.hooks,
-        )
-
-    def _bind(self) -> None:
-        by_digest: dict[str, BoundProgram] = {}
-        for shape, program in self.programs.items():
-            if program.digest not in by_digest:
-                by_digest[program.digest] = bind_program(
-                    self.driver,
-                    program,
-                    self._streams,
-                    self._memory,
-                    self._transport,
-                    num_copy_streams=self.plan.num_copy_streams,
-                    done=self._done,
-                    hooks=self.hooks,
-                )
-            self._bound[shape] = by_digest[program.digest]
-        self._generations = self._transport.generations()
-
     def _bind_again(self) -> None:
         """Bind to the windows as they are mapped now; what was captured over other mappings is closed."""
         for graph in self._graphs.values():
@@ -331,61 +344,11 @@ class Runtime:
         self._bind()
         self.check_gathers()
 
-    def gather_now(self, unit: int, slot: int) -> None:
-        """Have `unit` in `slot` between steps, with the lock held; the host waits for its bytes. Local."""
-        self._check_ready()
-        if self._slots.held[slot] != unit:
-            self._slots.gather([AgLaunch(unit, slot, "prefetch")])
-        for stream in (self._streams["compute"], self._streams["prefetch"]):
-            if not stream.synchronize(self.timeout_s):
-                raise CommError(
-                    f"rank {self.rank} waited {self.timeout_s:.1f} s for unit {unit} outside a step; "
-                    "a peer's memory does not answer"
-                )
-
-    def check_gathers(self) -> None:
-        """Gather every unit once and compare each rank's chunk with its owner's checksum.
-
-        Raises:
-            CommError: naming the reading rank, the source rank and the unit.
-        """
-        for slot, unit in {r.unit: (r.slot, r.unit) for r in self.plan.residencies}.values():
-            self.gather_now(unit, slot)
-            self._transport.verify_unit(unit, self._memory.slot(slot).numpy().data)
-        self._slots.forget()
-
     def _known(self, shape: StepShape) -> StepShape:
         if shape not in self.programs:
             known = ", ".join(map(str, sorted(self.programs)))
             raise SpecError(f"step shape {shape} is not among the plan's: {known}; add it to capture_sizes")
         return shape
-
-    def check_open(self) -> None:
-        """ProgramError if the runtime was closed, DeviceError in a forked child."""
-        if os.getpid() != self._owner_pid:
-            raise DeviceError(
-                f"the runtime of process {self._owner_pid} was used in process {os.getpid()}, a fork of it: "
-                "start ranks by spawn, and compile in each"
-            )
-        if self._closed:
-            raise ProgramError("this runtime is closed; compile the model again")
-
-    def _check_ready(self) -> None:
-        self.check_open()
-        if self._late:
-            if not all(stream.is_idle() for stream in self._streams.values()):
-                raise DeviceError(
-                    f"rank {self.rank}: the step that did not end within {self.timeout_s:.1f} s is still running; "
-                    "close the runtime, or wait for it"
-                )
-            self._late = False
-
-    def _check_generations(self, shape: StepShape) -> None:
-        if self._generations != self._transport.generations():
-            raise DeviceError(
-                f"step shape {shape} was bound to windows that have been remapped or closed since: its addresses are "
-                "stale; call Runtime.capture, which binds and captures again"
-            )
 
     def late_error(self, shape: StepShape, bound: BoundProgram, is_eager: bool) -> CommError:
         """The step did not get on in time; the next one is refused until it has ended."""

@@ -1,0 +1,133 @@
+"""A plan's programs bound to one rank's memory: what a runtime steps with, and what is rebuilt over a remapped window.
+
+Streams, slots, bound lists, and whether they may be used now. Not thread-safe: the runtime locks.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+from graphshard._core import Driver, Memory, Stream, Word
+from graphshard.comm.pull import PullTransport
+from graphshard.core.errors import CommError, DeviceError, ProgramError
+from graphshard.core.ops import AgLaunch
+from graphshard.core.specs import StepShape
+from graphshard.runtime.bind import BoundProgram, Hooks, bind_programs
+from graphshard.runtime.compiled import Compiled
+from graphshard.runtime.memory import RuntimeMemory
+from graphshard.runtime.slots import SlotTable
+
+
+class Binding:
+    """The base of `Runtime`."""
+
+    def __init__(
+        self,
+        compiled: Compiled,
+        *,
+        rank: int,
+        driver: Driver,
+        memory: RuntimeMemory,
+        transport: PullTransport,
+        hooks: Hooks,
+        timeout_s: float,
+    ) -> None:
+        self.model, self.plan, self.layout = compiled.model, compiled.plan, compiled.layout
+        self.programs = dict(compiled.programs)
+        self.rank = rank
+        """This process's (or thread's) rank in the shard group."""
+        self.driver, self.hooks, self.timeout_s = driver, hooks, timeout_s
+        self._memory, self._transport = memory, transport
+        self._streams: dict[str, Stream] = {}
+        self._bound: dict[StepShape, BoundProgram] = {}
+        self._generations: tuple[int, ...] = ()
+        self._closed = False
+        self._owner_pid = os.getpid()
+        self._late = False
+        self._reserve_streams()
+        self._bind()
+
+    def check_open(self) -> None:
+        """ProgramError if the runtime was closed, DeviceError in a forked child."""
+        if os.getpid() != self._owner_pid:
+            raise DeviceError(
+                f"the runtime of process {self._owner_pid} was used in process {os.getpid()}, a fork of it: "
+                "start ranks by spawn, and compile in each"
+            )
+        if self._closed:
+            raise ProgramError("this runtime is closed; compile the model again")
+
+    def _check_ready(self) -> None:
+        self.check_open()
+        if self._late:
+            if not all(stream.is_idle() for stream in self._streams.values()):
+                raise DeviceError(
+                    f"rank {self.rank}: the step that did not end within {self.timeout_s:.1f} s is still running; "
+                    "close the runtime, or wait for it"
+                )
+            self._late = False
+
+    def _check_generations(self, shape: StepShape) -> None:
+        if self._generations != self._transport.generations():
+            raise DeviceError(
+                f"step shape {shape} was bound to windows that have been remapped or closed since: its addresses are "
+                "stale; call Runtime.capture, which binds and captures again"
+            )
+
+    def gather_now(self, unit: int, slot: int) -> None:
+        """Have `unit` in `slot` between steps, with the lock held; the host waits for its bytes. Local."""
+        self._check_ready()
+        if self._slots.held[slot] != unit:
+            self._slots.gather([AgLaunch(unit, slot, "prefetch")])
+        for stream in (self._streams["compute"], self._streams["prefetch"]):
+            if not stream.synchronize(self.timeout_s):
+                raise CommError(
+                    f"rank {self.rank} waited {self.timeout_s:.1f} s for unit {unit} outside a step; "
+                    "a peer's memory does not answer"
+                )
+
+    def _drain(self) -> None:
+        """Wait for all that is enqueued, tail prefetches included; bounded for all streams together."""
+        deadline = time.monotonic() + self.timeout_s
+        for stream in self._streams.values():
+            stream.synchronize(max(0.0, deadline - time.monotonic()))
+
+    def check_gathers(self, rank: int | None = None) -> None:
+        """Gather every unit once and compare each rank's chunk, or only `rank`'s, with its owner's checksum.
+
+        Raises:
+            CommError: naming the reading rank, the source rank and the unit.
+        """
+        for slot, unit in {r.unit: (r.slot, r.unit) for r in self.plan.residencies}.values():
+            self.gather_now(unit, slot)
+            self._transport.verify_unit(unit, self._memory.slot(slot).numpy().data, rank)
+        self._slots.forget()
+
+    def _reserve_streams(self) -> None:
+        names = ["compute", "copy", *(f"copy{i}" for i in range(1, self.plan.num_copy_streams)), "copy_own", "prefetch"]
+        self._streams = {name: Stream(self.driver) for name in names}
+        self._done = Word(Memory(self.driver, 4))
+        self._slots = SlotTable(
+            self.driver,
+            len(self.layout.slots),
+            self._streams["compute"],
+            self._streams["prefetch"],
+            self._memory,
+            self._transport,
+            self.hooks,
+        )
+
+    def _bind(self) -> None:
+        """Bind all programs to the windows as they are mapped now."""
+        self._bound = bind_programs(
+            self.driver,
+            self.programs,
+            self._streams,
+            self._memory,
+            self._transport,
+            num_copy_streams=self.plan.num_copy_streams,
+            done=self._done,
+            hooks=self.hooks,
+        )
+        self._generations = self._transport.generations()
