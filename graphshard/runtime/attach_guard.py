@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -79,6 +80,7 @@ def _guard(inner: nn.Module, guard: Guard) -> None:
         for name, (what, way) in _REFUSED.items():
             if name == "__deepcopy__" or hasattr(inner, name):
                 inner.__dict__[name] = _refusal(type(inner).__name__, what, way)
+        inner.__dict__["_apply"] = _unless_nothing_changes(inner, inner.__dict__["_apply"])
 
 
 def _unguard(inner: nn.Module, guard: Guard) -> None:
@@ -97,6 +99,21 @@ def _refusal(module: str, what: str, way: str) -> Callable[..., Any]:
         )
 
     return refuse
+
+
+def _unless_nothing_changes(inner: nn.Module, refuse: Callable[..., Any]) -> Callable[..., nn.Module]:
+    """`_apply` that lets through what leaves every weight as it is: `.to("cpu")` here, `.float()` of float32."""
+
+    def apply(function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        for dtype, dim in {(parameter.dtype, parameter.dim()) for parameter in inner.parameters()}:
+            probe = torch.empty((2,) * dim, dtype=dtype)
+            result = function(probe)
+            if result is not probe or probe.is_shared():  # type: ignore[no-untyped-call]
+                refuse()
+        applied: nn.Module = type(inner)._apply(inner, function, recurse)  # type: ignore[no-untyped-call]
+        return applied
+
+    return apply
 
 
 def _gathered(holders: Sequence[Holder], whole: Callable[[str], Tensor]) -> Callable[..., None]:

@@ -61,6 +61,8 @@ class LayerHooks:
                 self._begin(ends_by_itself=True)
             step = self._mine()
             assert step is not None
+            if step.due != index or step.is_inside:
+                raise self._out_of_order(index, step)
             step.before_layer(index)
 
         def after(module: nn.Module, args: object, result: object) -> None:
@@ -106,6 +108,14 @@ class LayerHooks:
                 "modules and name their order with order="
             )
         step.end()
+
+    def _out_of_order(self, index: int, step: StepLoop) -> ProgramError:
+        due, progress = step.due, step.progress
+        step.abort()
+        return ProgramError(
+            f"{self._name(index)} was called with {progress}{'' if due is None else f': {self._name(due)}'}; name the "
+            "layer of each call with order=, if one forward does not call each layer once, as listed"
+        )
 
     def _abort(self) -> None:
         step = self._mine()

@@ -40,6 +40,7 @@ def find_layers(module: nn.Module, layers: str | None, order: Sequence[int] | No
     """
     path = _largest_list(module) if layers is None else layers
     container = _module_at(module, path)
+    _refuse_lists_of_lists(path, container)
     positions: dict[nn.Module, list[str]] = {}
     listed: list[nn.Module] = []
     for name, layer in _children(container):
@@ -86,13 +87,27 @@ def _largest_list(module: nn.Module) -> str:
 
 
 def _outermost_lists(module: nn.Module, kind: type[nn.Module]) -> dict[str, nn.Module]:
-    """The lists that lie in no other list, by path."""
+    """The lists of callable layers that lie in no other such list, by path."""
     found: dict[str, nn.Module] = {}
     for path, inner in module.named_modules():
         inside = any(path.startswith(f"{outer}." if outer else "") for outer in found)
-        if isinstance(inner, kind) and not inside and len(inner._modules):
+        if isinstance(inner, kind) and not inside and len(inner._modules) and not _lists_in(inner):
             found[path] = inner
     return found
+
+
+def _lists_in(container: nn.Module) -> list[str]:
+    """The children that are never called, since they have no forward."""
+    return [name for name, layer in _children(container) if isinstance(layer, nn.ModuleList | nn.ModuleDict)]
+
+
+def _refuse_lists_of_lists(path: str, container: nn.Module) -> None:
+    lists = _lists_in(container)
+    if lists:
+        raise SpecError(
+            f"{path or 'the module'} holds lists of modules ({', '.join(lists)}), which are never called themselves; "
+            f"name an inner one, layers={'.'.join(filter(None, (path, lists[0])))!r}"
+        )
 
 
 def _module_at(module: nn.Module, path: str) -> nn.Module:
