@@ -19,7 +19,7 @@ from ranks import run_on_ranks
 from verify_cases import good_programs
 
 import graphshard
-from graphshard._core import Event
+from graphshard._core import Event, Stream
 from graphshard.comm.group import Group, LocalGroup
 from graphshard.core.lowering import Wait, lower
 from graphshard.core.specs import StepShape
@@ -128,8 +128,8 @@ def test_nothing_captured_can_be_waited_for_outside() -> None:
     with alone(model) as runtime:
         graph = runtime.graph(1)
         public = {name: getattr(graph, name) for name in dir(graph) if not name.startswith("_")}
-        assert not [name for name, value in public.items() if isinstance(value, Event)]
-        assert sorted(public) == ["close", "inputs", "is_closed", "num_nodes", "outputs", "replay", "shape"]
+        assert "outputs" in public
+        assert not [name for name, value in public.items() if isinstance(value, (Event, Stream)) or "event" in name]
         bound = runtime._bound[StepShape(1)]
         runtime.run(1)
         graph.replay()  # leaves the eager list's events as they were
@@ -272,6 +272,7 @@ def test_failed_captures_leave_nothing_behind(how: str) -> None:
             assert wrong_after(runtime, model, runtime.graph(1).replay) == []
 
 
+@pytest.mark.usefixtures("few_objects")
 def test_captured_memory_is_pinned_while_its_graph_lives() -> None:
     """Fault D9: nobody is given a slot, a buffer or an arena block that a graph writes; after `close` all go."""
     model = ByteModel([[33 << 20], [3000]], temporaries=True)  # blocks so large that they are mappings of their own

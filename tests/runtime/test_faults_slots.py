@@ -115,6 +115,7 @@ def test_an_embedding_and_a_head_alone() -> None:
 # --- D3 ---
 
 
+@pytest.mark.usefixtures("few_objects")
 @pytest.mark.parametrize("how", ["eager", "captured"])
 def test_memory_is_kept_until_compute_has_read_it(how: str) -> None:
     """Fault D3: everybody lets go of a runtime while a step reads a slot; nobody else is given its memory."""
@@ -141,6 +142,7 @@ def test_memory_is_kept_until_compute_has_read_it(how: str) -> None:
     assert not is_mapped(addresses["slots"])
 
 
+@pytest.mark.usefixtures("few_objects")
 def test_views_keep_what_they_show() -> None:
     """Fault D3: a caller's view of a buffer or a slot outlives the runtime; the rest goes."""
     model = ByteModel(LAYERS)
@@ -331,7 +333,7 @@ def test_the_host_waits_for_the_step_it_launched_last(how: str, head: str) -> No
                 runtime.prefetch(1)
             latch.open()
             runtime.timeout_s = patience
-            until(runtime._streams["compute"].is_idle, "the late step has ended")
+            until(lambda: all(s.is_idle() for s in runtime._streams.values()), "the late step has ended")
             assert wrong_after(runtime, model, act) == [], "late, and yet nothing is lost"
 
 
