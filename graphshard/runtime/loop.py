@@ -187,6 +187,11 @@ class StepLoop:
         return self._runtime.state(self._shape)
 
     @property
+    def calls(self) -> tuple[LayerCall, ...]:
+        """The calls of layers that make up this step, in order."""
+        return self._pieces.calls
+
+    @property
     def is_mine(self) -> bool:
         """Whether the calling thread began this step."""
         return self.thread is threading.current_thread()
