@@ -30,6 +30,7 @@ class WeightWatch:
     """Which weights may be read now; entered around each forward, on its thread."""
 
     def __init__(self, runtime: Runtime, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._runtime = runtime
         self._layout: Layout = runtime.layout
         self._stays = runtime.plan.residencies
         self._slots = [runtime.memory.slot(slot.slot) for slot in runtime.layout.slots]
@@ -42,6 +43,7 @@ class WeightWatch:
                 self._names[parameter] = name
         self._modes = threading.local()
         self.progress: Callable[[], str] = lambda: "no step is open"
+        self.after_step()
         for page in self._pages:
             page[:] = POISON
 
@@ -71,8 +73,9 @@ class WeightWatch:
             self._pages[stay.slot][:] = POISON
 
     def after_step(self) -> None:
-        """Nothing may be read."""
+        """Nothing may be read, and what was poisoned must be gathered again."""
         self._readable.clear()
+        self._runtime.forget_slots()
 
     def check(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """ProgramError if `func` reads, or writes, a sharded weight that is not there."""

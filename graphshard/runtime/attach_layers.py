@@ -60,8 +60,9 @@ def find_layers(module: nn.Module, layers: str | None, order: Sequence[int] | No
 
 
 def parameter_bytes(module: nn.Module) -> int:
-    """Bytes of a module's parameters, each counted once."""
-    return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+    """Bytes of a module's parameters, each counted once; uninitialised ones have none."""
+    known = [p for p in module.parameters() if not isinstance(p, nn.UninitializedParameter)]
+    return sum(parameter.numel() * parameter.element_size() for parameter in known)
 
 
 def _children(container: nn.Module) -> Iterable[tuple[str, nn.Module]]:

@@ -124,9 +124,9 @@ class _Parameters:
 
 def _place(parameter: nn.Parameter) -> tuple[int, int] | None:
     """Where a plain parameter's bytes lie; None if it has none."""
-    if type(parameter) is not nn.Parameter or parameter.device.type == "meta" or not parameter.numel():
+    if type(parameter) is not nn.Parameter or parameter.device.type == "meta":
         return None
-    if parameter.layout is not torch.strided:
+    if parameter.layout is not torch.strided or not parameter.numel():
         return None
     return parameter.data_ptr(), parameter.numel() * parameter.element_size()
 

@@ -87,6 +87,10 @@ class Binding:
                     "a peer's memory does not answer"
                 )
 
+    def forget_slots(self) -> None:
+        """Rely on nothing that slots hold: somebody wrote to them. With the lock held."""
+        self._slots.forget()
+
     def _drain(self) -> None:
         """Wait for all that is enqueued, tail prefetches included; bounded for all streams together."""
         deadline = time.monotonic() + self.timeout_s

@@ -83,11 +83,15 @@ class StepTurn:
         self._timeout_s = timeout_s
         self._open: StepLoop | None = None
 
-    def take(self, step: StepLoop) -> None:
-        """Make `step` the open one, with the lock held; what this thread left open is given up."""
+    def wait_for_others(self) -> None:
+        """Return when a step may begin, with the lock held; what this thread left open is given up."""
         if self._open is not None and self._open.is_mine:
             self._open.give_up("it was left open and another one began")
         self.wait_until_free()
+
+    def take(self, step: StepLoop) -> None:
+        """Make `step` the open one, with the lock held since `wait_for_others`."""
+        assert self._open is None
         self._open = step
 
     @property

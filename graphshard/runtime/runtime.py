@@ -159,6 +159,7 @@ class Runtime(Binding):
         shape = min(self.programs) if batch_size is None else StepShape(batch_size, tokens_per_sequence)
         with self._lock:
             self._check_ready()
+            self.turn.wait_for_others()
             self.at_step_boundary()
             bound = self._bound[self._known(shape)]
             if shape not in self._pieces:
