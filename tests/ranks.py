@@ -96,7 +96,8 @@ def entry_of(function: Callable[..., Any]) -> str:
 
 def rank_environment() -> dict[str, str]:
     """PYTHONPATH for rank processes: the package, and the tests' helpers."""
-    places = [str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")]
+    folders = sorted(str(path) for path in TESTS.iterdir() if path.is_dir())
+    places = [str(TESTS.parent), str(TESTS), *folders, os.environ.get("PYTHONPATH", "")]
     return {"PYTHONPATH": os.pathsep.join(place for place in places if place)}
 
 
