@@ -7,17 +7,16 @@ write to the same slots.
 
 from __future__ import annotations
 
-import tempfile
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
-from pathlib import Path
 
 import torch
 
 from graphshard._core import Calls, Memory, OpList, Stream, memcpy
+from graphshard.bench.gloo import gloo
 from graphshard.bench.stats import summarize
 from graphshard.comm.group import Group
 from graphshard.comm.pull import PullTransport
@@ -49,14 +48,8 @@ class GatherRequest:
 def measure_gather(group: Group, request: GatherRequest) -> list[dict[str, object]]:
     """Rows `{num_bytes, what, us, GBps, ...}`, equal on all ranks (collective)."""
     device = open_device("host")
-    with tempfile.TemporaryDirectory() as folder:
-        if "gloo" in request.peers:
-            _open_gloo(group, folder, request.timeout_s)
-        try:
-            return [row for size in request.sizes for row in _measure_size(group, device, size, request)]
-        finally:
-            if "gloo" in request.peers:
-                torch.distributed.destroy_process_group()
+    with gloo(group, request.timeout_s) if "gloo" in request.peers else nullcontext():
+        return [row for size in request.sizes for row in _measure_size(group, device, size, request)]
 
 
 class _Arena:
@@ -139,11 +132,11 @@ def _variants(arena: _Arena, stream: Stream, device: Device, request: GatherRequ
     # its name since torch 2.13
     all_gather = getattr(torch.distributed, "all_gather_single", torch.distributed.all_gather_into_tensor)
 
-    def gloo() -> None:
+    def over_gloo() -> None:
         for unit in units:
             all_gather(arena.slot(unit), arena.chunk(unit))
 
-    known = {"memcpy": copy, "gloo": gloo}
+    known = {"memcpy": copy, "gloo": over_gloo}
     return {"pull": pull, **{peer: known[peer] for peer in request.peers}}
 
 
@@ -167,16 +160,3 @@ def _row(size: int, what: str, arena: _Arena, slowest: dict[str, list[float]]) -
 
 def _view(memory: Memory, offset: int, num_bytes: int) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes, offset=offset)
-
-
-def _open_gloo(group: Group, folder: str, timeout_s: float) -> None:
-    """Open gloo over a file that rank 0 names: no port to collide with."""
-    told = group.all_gather(folder, name="gloo's folder")
-    store = Path(str(told[0][0])) / "store"
-    torch.distributed.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=group.rank,
-        world_size=group.world_size,
-        timeout=timedelta(seconds=timeout_s),
-    )

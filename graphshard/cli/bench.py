@@ -9,6 +9,7 @@ import click
 
 from graphshard.bench.compile import CompileRequest, measure_compile
 from graphshard.bench.stats import summarize
+from graphshard.cli.bench_step import command as step
 from graphshard.cli.common import Names, Output, Size, Sizes, answering, rank_values
 from graphshard.core.sizes import format_bytes
 from graphshard.report.tables import table_of
@@ -20,6 +21,9 @@ EXECUTORS = ("cooperative", "threaded")
 @click.group("bench")
 def command() -> None:
     """Measure one piece at a time. Raw samples are in the JSON."""
+
+
+command.add_command(step)
 
 
 @command.command("gather")
