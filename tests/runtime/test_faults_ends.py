@@ -142,7 +142,8 @@ EXIT = """
     graph = runtime.graph(1)
     assert wrong_after(runtime, model, graph.replay) == []
     latch = Latch()
-    stalled = alone(model, hooks=Hooks(stalls=latch.stalls(gemms_of(runtime.programs[StepShape(1)])[0])), timeout_s=0.1)
+    stalled = alone(model, hooks=Hooks(stalls=latch.stalls(gemms_of(runtime.programs[StepShape(1)])[0])))
+    stalled.timeout_s = 0.1
     try:
         stalled.graph(1).replay()
     except Exception as error:

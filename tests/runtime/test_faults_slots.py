@@ -124,7 +124,8 @@ def test_memory_is_kept_until_compute_has_read_it(how: str) -> None:
     gemm = gemms_of(probe.programs[STEP])[0]
     probe.close()
     latch = Latch()
-    runtime = alone(model, hooks=Hooks(poison=True, stalls=latch.stalls(gemm)), timeout_s=0.1)
+    runtime = alone(model, hooks=Hooks(poison=True, stalls=latch.stalls(gemm)))
+    runtime.timeout_s = 0.1
     driver, outputs = runtime.driver, runtime.buffers(STEP, "output")
     addresses = {row.name: row.address for row in runtime.buffer_table()}
     with pytest.raises(graphshard.CommError, match=r"waited 0\.1 s for step 1 of shape 1x1"):
