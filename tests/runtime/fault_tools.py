@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -97,6 +98,13 @@ def with_run(model: ByteModel, index: int, wrap: Callable[[Segment, StepState], 
     segment = model.segments[index]
     changed = dataclasses.replace(segment, run=lambda state: wrap(segment, state))
     model.segments = (*model.segments[:index], changed, *model.segments[index + 1 :])
+
+
+def collect() -> None:
+    """What nobody refers to is gone, also what a stream was just done with."""
+    gc.collect()
+    driver = open_device().driver
+    until(lambda: driver.num_retired == 0, "what was dropped is gone")
 
 
 def is_mapped(address: int) -> bool:

@@ -13,7 +13,7 @@ import torch
 from byte_model import ByteModel
 from byte_steps import compile_bytes, wrong_after
 from census import no_growth
-from fault_tools import InThread, alone, is_mapped, memory_addresses, reorder, with_run
+from fault_tools import InThread, alone, collect, is_mapped, memory_addresses, reorder, with_run
 from order_rig import Rig
 from ranks import run_on_ranks
 from verify_cases import good_programs
@@ -290,10 +290,11 @@ def test_captured_memory_is_pinned_while_its_graph_lives() -> None:
     outputs = runtime.buffers(StepShape(1), "output")
     slots = next(row.address for row in runtime.buffer_table() if row.name == "slots")
     runtime.close()
+    collect()
     assert not is_mapped(slots) and not is_mapped(arena_block), "also while graph and runtime are still referred to"
     assert model.wrong(outputs) == [], "what a caller holds stays"
     del outputs, graph, runtime
-    gc.collect()
+    collect()
     assert not any(map(is_mapped, pinned))
 
 

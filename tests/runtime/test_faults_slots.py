@@ -12,7 +12,7 @@ import pytest
 import torch
 from byte_model import ByteModel
 from byte_steps import compile_bytes, wrong_after
-from fault_tools import InThread, Latch, alone, gemms_of, is_mapped, until
+from fault_tools import InThread, Latch, alone, collect, gemms_of, is_mapped, until
 from mutate import modulo_slots, program_mutants
 from order_rig import EARLIEST, LATEST, ORDERS, Rig
 from ranks import run_on_ranks
@@ -152,7 +152,7 @@ def test_views_keep_what_they_show() -> None:
     slot, outputs = runtime._memory.slot(0), runtime.buffers(STEP, "output")
     before, shards = slot.clone(), runtime._memory.shards.address
     del runtime
-    gc.collect()
+    collect()
     assert not is_mapped(shards)
     assert torch.equal(slot, before) and model.wrong(outputs) == []
 

@@ -11,7 +11,7 @@ import pytest
 from byte_model import ByteModel
 from byte_steps import compile_bytes, wrong_after
 from census import no_growth
-from fault_tools import alone
+from fault_tools import alone, collect
 from ranks import run_on_ranks
 
 import graphshard
@@ -24,7 +24,8 @@ LAYERS = [[3000], [4000], [5000]]
 
 
 def num_mappings() -> int:
-    return len(Path("/proc/self/maps").read_text().splitlines())
+    """Mappings of the host driver's memory."""
+    return sum("memfd:graphshard" in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 
 # --- E3 ---
@@ -72,8 +73,8 @@ def test_runtimes_opened_again_and_again_hold_nothing(num_times: int) -> None:
     run_on_ranks(open_and_close, 2, 2)
     with no_growth():
         (first, last), _ = run_on_ranks(open_and_close, 2, num_times, timeout_s=600.0)
-        assert last <= first + 8, "mappings do not add up (an allocator's arenas may come and go)"
-    assert open_device().driver.num_retired == 0
+        assert last <= first + 4, "mappings do not add up (a peer may not have let go of its last ones)"
+    collect()
 
 
 # --- E8 ---
