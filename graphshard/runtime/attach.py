@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 
+import torch
 from torch import Tensor, nn
 
 from graphshard.comm.group import Group
@@ -98,9 +99,10 @@ class Attached:
         """
         if self._detached:
             return
-        whole = {name: self.whole_weight(name) for name in self._spec.parameters}
-        for name, parameter in self._spec.parameters.items():
-            parameter.data = whole[name]
+        with torch.inference_mode(False):
+            whole = {name: self.whole_weight(name) for name in self._spec.parameters}
+            for name, parameter in self._spec.parameters.items():
+                parameter.data = whole[name]
         self._guard.remove()
         if self._hooks is not None:
             self._hooks.remove()
@@ -183,15 +185,17 @@ def attach_module(
     sharded = [name for unit in compiled.plan.units for name in unit.weights]
     check_replicated(group, spec.parameters, sharded)
     source = ModuleSource(spec.parameters)
-    try:
-        runtime = build_runtime(
-            compiled, ModuleSegments(spec.model), lambda: source, group, device, timeout_s=timeout_s, hooks=hooks
-        )
-    except GraphshardError as error:
-        if not source.num_released:
-            raise
-        raise type(error)(f"{error}. {source.num_released} weights of the module are gone: load it again") from error
-    return Attached(module, stack, spec, runtime, check=check, own_loop=own_loop)
+    with torch.inference_mode(False):  # what it makes outlives the caller's mode
+        try:
+            runtime = build_runtime(
+                compiled, ModuleSegments(spec.model), lambda: source, group, device, timeout_s=timeout_s, hooks=hooks
+            )
+        except GraphshardError as error:
+            if not source.num_released:
+                raise
+            gone = f"{source.num_released} weights of the module are gone: load it again"
+            raise type(error)(f"{error}. {gone}") from error
+        return Attached(module, stack, spec, runtime, check=check, own_loop=own_loop)
 
 
 def _take_stock(module: nn.Module, layers: str | None, order: Sequence[int] | None) -> tuple[LayerStack, ModuleSpec]:

@@ -88,6 +88,11 @@ def equal(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     return len(some) == len(others) and all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
 
 
+def bits(tensor: Tensor) -> Tensor:
+    """The elements' bytes, whatever their dtype and strides: NaNs compare too."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
 def attach(module: nn.Module, group: Group | None = None, **choices: Any) -> Attached:
     """On one rank unless a group is given; every weight is sharded unless `choices` say otherwise."""
     defaults: dict[str, Any] = {"min_shard_bytes": 0, "units": "layer", "prefetch_depth": 1}

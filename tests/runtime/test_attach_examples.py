@@ -1,0 +1,55 @@
+"""The examples in the documentation run, and give the bits they promise."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ranks import rank_environment, run_on_ranks
+
+import graphshard
+
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
+
+
+def example(group: graphshard.Group, name: str) -> bool:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return bool(module.main(group))
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        ("own_loop", "threads"),
+        ("own_loop", "processes"),
+        ("attach_transformers", "threads"),
+        pytest.param("attach_transformers", "processes", marks=pytest.mark.slow),
+    ],
+)
+def test_examples_run(name: str, mode: str) -> None:
+    assert run_on_ranks(example, 2, name, mode=mode) == [True, True]
+
+
+def test_the_loop_is_a_short_one() -> None:
+    lines = [line for line in (EXAMPLES / "own_loop.py").read_text().splitlines() if line.strip()]
+    assert len(lines) <= 26, "20 lines and what a script needs around them"
+
+
+@pytest.mark.slow
+def test_an_example_runs_under_torchrun() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(EXAMPLES / "own_loop.py")]
+    environment = {**os.environ, **rank_environment(), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert sorted(re.findall(r"\[rank ./2\] equal: True", done.stdout)) == [
+        "[rank 0/2] equal: True",
+        "[rank 1/2] equal: True",
+    ]
