@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from graphshard._core import DriverError
 from graphshard.comm.control import ControlTable
 from graphshard.comm.doorkeeper import Doorkeeper
 from graphshard.comm.pull import PullTransport
@@ -31,20 +32,21 @@ class Admission:
         """Whether a rank came back. Asked at every step."""
         return self.doorkeeper is not None and self.doorkeeper.has_news
 
-    def take_in(self, check: Callable[[int], None]) -> tuple[tuple[int, ...], list[GraphshardError]]:
+    def take_in(self, check: Callable[[int], None]) -> tuple[tuple[int, ...], list[Exception]]:
         """Map the windows of those who came back: who was taken in, and why others were not. Bind again after it.
 
         `check` gathers one rank's chunks and compares them with what it told.
         """
         assert self.doorkeeper is not None
-        admitted, failures = [], []
+        admitted: list[int] = []
+        failures: list[Exception] = []
         for rank, record in self.doorkeeper.take().items():
             try:
                 if record.window_fd is not None:
                     self._map(rank, record.window_fd, check)
                 self.control.replace(rank, record.page, record.process)
                 admitted.append(rank)
-            except GraphshardError as error:
+            except (GraphshardError, DriverError) as error:
                 failures.append(error)
             finally:
                 self.doorkeeper.settle(rank, is_accepted=rank in admitted)

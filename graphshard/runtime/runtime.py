@@ -17,7 +17,7 @@ from types import TracebackType
 
 from torch import Tensor
 
-from graphshard._core import Calls, Driver
+from graphshard._core import Calls, Driver, DriverError
 from graphshard.comm.control import CLOSED, ControlTable
 from graphshard.comm.doorkeeper import Doorkeeper
 from graphshard.comm.group import Group
@@ -245,7 +245,7 @@ class Runtime(Binding):
         if self._admission.has_news and self.turn.is_free:
             try:
                 self.admit()
-            except GraphshardError as error:
+            except (GraphshardError, DriverError) as error:
                 warnings.warn(f"rank {self.rank} goes on without a rank that came back: {error}", stacklevel=3)
 
     def let_in(self, doorkeeper: Doorkeeper | None) -> None:

@@ -20,7 +20,7 @@ from graphshard.comm.launch import free_port
 from graphshard.comm.process import ProcessId
 
 COLLECTIVE = {
-    "connect": r"rank 1 \(pid \d+\) died while (the ranks were connecting|rank [02] waited in certificate .*)",
+    "connect": r"rank 1 \(pid \d+\) died while (the ranks were connecting|rank [02] waited in certificate)",
     "load": r"rank 1 \(pid \d+\) died while rank [02] waited in load \(call \d+ of this group\)",
     "bind": r"rank 1 \(pid \d+\) died while rank [02] waited in check \(call \d+ of this group\)",
 }
@@ -43,8 +43,8 @@ def test_one_rank_killed(point: str, tmp_path: Path) -> None:
     for rank in (0, 2):
         assert results[rank].is_good, results[rank].traceback
         if point in COLLECTIVE:
-            error = results[rank].value["error"].removeprefix("rank 0 gave up: ").removeprefix("rank 2 gave up: ")
-            assert re.fullmatch(COLLECTIVE[point], error), error
+            error = results[rank].value["error"]
+            assert re.search(COLLECTIVE[point], error), error
         else:
             assert results[rank].value["wrong"] == []
 
@@ -53,7 +53,6 @@ def test_one_rank_killed(point: str, tmp_path: Path) -> None:
 def test_all_ranks_killed_and_restarted_four_times(point: str, tmp_path: Path) -> None:
     """I2: one port and one run id throughout; nothing is left behind, and every restart works."""
     port = free_port()
-    jobs_doors = len(_doors())
     with no_growth():
         for attempt in range(5):
             victims, folder = ([0, 1] if attempt < 4 else []), tmp_path / str(attempt)
@@ -68,7 +67,7 @@ def test_all_ranks_killed_and_restarted_four_times(point: str, tmp_path: Path) -
                     ranks.signal(rank, signal.SIGKILL)
                 results = ranks.wait(60.0)
             assert [ProcessId.of(pid).state() for pid in ranks.pids] == ["gone", "gone"]
-            assert len(_doors()) == jobs_doors
+            assert _sockets(port, ranks.pids) == []
             if victims:
                 assert [result.error for result in results] == ["was killed by SIGKILL"] * 2
             else:
@@ -116,6 +115,7 @@ def test_a_stopped_rank_delays_nobody(tmp_path: Path) -> None:
     assert results[1].is_good
 
 
-def _doors() -> list[str]:
-    """Every abstract socket of this package on this machine."""
-    return [line for line in Path("/proc/net/unix").read_text().splitlines() if "@graphshard/" in line]
+def _sockets(port: int, pids: list[int]) -> list[str]:
+    """Named sockets of this job that are still there."""
+    names = [line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines() if "@graphshard/" in line]
+    return [name for name in names if name.endswith(tuple(f"/{number}" for number in [port, *pids]))]
