@@ -63,22 +63,21 @@ def measure_steps(
     workload: Workload,
     on_steps: Callable[[int], None],
 ) -> dict[str, Any]:
-    """What this rank measured (collective); `on_steps(n)` is called after every n steps. `reference` is the truth."""
+    """What this rank measured (collective); `on_steps(n)` is called after n counted ones. `reference` is the truth."""
     measured: list[dict[str, Any]] = [{**contender.facts(), "batches": []} for contender in contenders]
     for batch_size in workload.batch_sizes:
         tokens = _tokens(workload, batch_size, group.rank)
         expected = check_logits(reference, batch_size, tokens)
         checks = [compare_logits(one, batch_size, tokens, expected) for one in contenders]
         samples = _time(group, contenders, batch_size, tokens, workload, on_steps)
-        for into, check, times in zip(measured, checks, samples, strict=True):
-            into["batches"].append({**check, "samples_ms": times})
+        for into, check, found in zip(measured, checks, samples, strict=True):
+            into["batches"].append({**check, **found})
     return {"batch_sizes": list(workload.batch_sizes), "contenders": measured}
 
 
 def num_steps_of(num_contenders: int, workload: Workload) -> int:
     """How many steps `on_steps` will tell of."""
-    turns = -(-workload.num_steps // BLOCK_STEPS) * num_contenders * len(workload.batch_sizes)
-    return turns * (BLOCK_STEPS + 1)
+    return workload.num_steps * num_contenders * len(workload.batch_sizes)
 
 
 def check_logits(contender: Contender, batch_size: int, tokens: Tensor) -> Tensor:
@@ -122,21 +121,26 @@ def _time(
     tokens: Tensor,
     workload: Workload,
     on_steps: Callable[[int], None],
-) -> list[list[float]]:
-    """Samples in milliseconds for each contender: from before the inputs are written until the logits are there."""
-    samples: list[list[float]] = [[] for _ in contenders]
+) -> list[dict[str, list[float]]]:
+    """For each contender `samples_ms`, from before the inputs are written until the logits are there, and `cpu_ms`.
+
+    `cpu_ms` is what all threads of this process used of the cores meanwhile: all that tells on a busy machine.
+    """
+    samples: list[dict[str, list[float]]] = [{"samples_ms": [], "cpu_ms": []} for _ in contenders]
     order = list(range(len(contenders)))
     for turn in range(-(-workload.num_steps // BLOCK_STEPS)):
         first = turn % len(order)
+        counted = min(BLOCK_STEPS, workload.num_steps - turn * BLOCK_STEPS)
         for i in order[first:] + order[:first]:  # none is always after the same neighbour
             step = contenders[i].steps[batch_size]
-            for at in range(BLOCK_STEPS + 1):
+            for at in range(counted + 1):
                 position = (turn * BLOCK_STEPS + at) % workload.cache_length
                 group.barrier("before a step")
-                begin = time.perf_counter()
+                begin, begin_cpu = time.perf_counter(), time.process_time()
                 _run(step, tokens[position], position)
-                elapsed = time.perf_counter() - begin
+                elapsed, elapsed_cpu = time.perf_counter() - begin, time.process_time() - begin_cpu
                 if at:
-                    samples[i].append(elapsed * 1e3)
-            on_steps(BLOCK_STEPS + 1)
-    return [found[: workload.num_steps] for found in samples]
+                    samples[i]["samples_ms"].append(elapsed * 1e3)
+                    samples[i]["cpu_ms"].append(elapsed_cpu * 1e3)
+            on_steps(counted)
+    return samples

@@ -8,13 +8,15 @@ from typing import Any
 
 import click
 
-from graphshard.bench.step_rows import chosen_rows, label_of, samples_of, step_rows
+from graphshard.bench.step_rows import chosen_rows, core_share, label_of, samples_of, step_rows
 from graphshard.cli.common import Names, Output, answering, check_writable, rank_values
 from graphshard.core.errors import SpecError
 from graphshard.models.config import load_llama_config
 from graphshard.report.tables import table_of
 
 LAUNCH_TIMEOUT_S = 1800.0
+QUIET_SHARE = 0.9
+"""Below this share of time on a core, other programs are part of what is measured."""
 ENTRY = "graphshard.cli.step_ranks:step"
 PEERS = ("replicated", "fsdp2")
 EXECUTORS = ("cooperative", "threaded")
@@ -27,6 +29,8 @@ COLUMNS = {
     "p99_ms": "p99",
     "n": "n",
     "x_replicated": "x replicated",
+    "cpu_ms": "cpu ms",
+    "x_replicated_cpu": "x",
     "same": "logits",
     "note": "",
 }
@@ -153,6 +157,8 @@ def _show(out: Output, rows: Sequence[dict[str, Any]], chosen: Sequence[dict[str
         parts = [f"{row['x_replicated']:.2f} x replicated"] if row["x_replicated"] is not None else []
         parts += [f"{value:.1f} x faster than {key[:-2]}" for key, value in row.items() if key.endswith("_x")]
         out.say(f"chosen at batch {row['batch_size']}: {', '.join(parts) or 'no peer to compare with'}")
+    if (share := core_share(rows)) < QUIET_SHARE:
+        out.say(f"the machine is busy: steps had a core for as little as {share:.0%} of their time; go by cpu ms")
 
 
 def _same(row: dict[str, Any]) -> str:
