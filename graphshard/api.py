@@ -86,7 +86,7 @@ def attach(
     hooks: Hooks | None = None,
     **choices: Any,
 ) -> Attached:
-    """Shard the layers of any module over `group`, in place; call the module as before. Collective; steps are local.
+    """Shard the layers of any module over `group`, in place. Collective; the module is called as before, locally.
 
     Args:
         module: holds whole weights, equal on all ranks. Run it under `torch.inference_mode()` or `torch.no_grad()`.
@@ -95,17 +95,15 @@ def attach(
         order: the layers that one forward calls, by index, where that is not each once as listed.
         plan: as in `compile`; units are layers unless `choices` say otherwise.
         check: poison slots, and name weights that are read outside their layer's call. Slow.
-        own_loop: do not hook the module: the caller runs its layers, with `begin_step`, `before_layer(i)` and
-            `after_layer(i)`.
+        own_loop: no hooks: the caller runs the layers, between `before_layer(i)` and `after_layer(i)` of `begin_step`.
         device: "host", or an open device.
         timeout_s: the longest that the host waits for anything.
         hooks: what tests insert into bound lists.
         choices: fields of `PlanOptions`.
 
     Raises:
-        SpecError: no list of layers, several, a weight that differs between ranks, a compiled module, a meta tensor or
-            a DTensor: on all ranks, before anything is changed.
-        ProgramError, CommError, DeviceError: see `compile`.
+        SpecError: no list of layers or several, a weight that differs between ranks, a compiled module, a meta tensor or
+            a DTensor: on all ranks, before anything is changed. Other errors as in `compile`.
     """
     if isinstance(device, str):
         device = open_device(device, num_ranks=group.world_size)

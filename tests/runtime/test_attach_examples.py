@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ranks import rank_environment, run_on_ranks
@@ -17,12 +19,17 @@ import graphshard
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 
 
-def example(group: graphshard.Group, name: str) -> bool:
+@functools.cache
+def load(name: str) -> Any:
     spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return bool(module.main(group))
+    return module
+
+
+def example(group: graphshard.Group, name: str) -> bool:
+    return bool(load(name).main(group))
 
 
 @pytest.mark.parametrize(
@@ -35,6 +42,8 @@ def example(group: graphshard.Group, name: str) -> bool:
     ],
 )
 def test_examples_run(name: str, mode: str) -> None:
+    if mode == "threads":
+        load(name)  # transformers cannot be imported by two threads at once
     assert run_on_ranks(example, 2, name, mode=mode) == [True, True]
 
 
