@@ -102,8 +102,8 @@ def attach(
         choices: fields of `PlanOptions`.
 
     Raises:
-        SpecError: no list of layers or several, a weight that differs between ranks, a compiled module, a meta tensor or
-            a DTensor: on all ranks, before anything is changed. Other errors as in `compile`.
+        SpecError: no list of layers or several, a weight that differs between ranks, a compiled module, a meta or
+            distributed tensor: on all ranks, before anything is changed. Other errors as in `compile`.
     """
     if isinstance(device, str):
         device = open_device(device, num_ranks=group.world_size)
@@ -111,14 +111,11 @@ def attach(
     if plan == "auto" and group.world_size > 1:
         choices.setdefault("units", "layer")
 
-    def compile_spec(model: ModelSpec) -> Compiled:
-        return _compile(model, group, spec, plan, [], choices)
-
     return attach_module(
         module,
         group,
         device,
-        compile_spec,
+        lambda model: _compile(model, group, spec, plan, [], choices),
         layers=layers,
         order=order,
         check=check,
