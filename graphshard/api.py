@@ -99,11 +99,10 @@ def attach(
         device: "host", or an open device.
         timeout_s: the longest that the host waits for anything.
         hooks: what tests insert into bound lists.
-        choices: fields of `PlanOptions`.
+        choices: as in `compile`.
 
     Raises:
-        SpecError: no list of layers or several, a weight that differs between ranks, a compiled module, a meta or
-            distributed tensor: on all ranks, before anything is changed. Other errors as in `compile`.
+        SpecError: the module cannot be attached: on all ranks, before it is changed. Other errors as in `compile`.
     """
     if isinstance(device, str):
         device = open_device(device, num_ranks=group.world_size)
