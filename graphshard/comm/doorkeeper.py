@@ -128,7 +128,8 @@ class _Room:
         self._clients.clear()
         for record in [*self._records, *self._taken.values(), *self.news.values()]:
             record.close()
-        self.news.clear()
+        for records in (self._records, self._taken, self.news):
+            records.clear()
         os.close(self._wake_read)
         os.close(self._wake_write)
 

@@ -126,8 +126,10 @@ class RankProcesses:
         (`rejoin_group`), which joins the ranks that still run.
 
         Raises:
-            CommError: the rank still runs after `timeout_s`, or the ranks had no group yet.
+            CommError: the rank still runs after `timeout_s`, the ranks had no group yet, or `wait` has collected them.
         """
+        if self._pump.is_finished:
+            raise CommError(f"rank {rank} cannot come back: all ranks were waited for; start all ranks anew")
         before = self._processes[rank]
         try:
             before.wait(timeout_s)

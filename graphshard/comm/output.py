@@ -55,6 +55,11 @@ class OutputPump:
                 self._added.put(_Pipe(stream.fileno(), rank, passed_to, stream))
         os.write(self._wake_write, b"+")
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing more is read."""
+        return self._is_finished
+
     def start(self) -> None:
         """Begin."""
         self._thread.start()

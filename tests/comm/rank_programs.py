@@ -60,6 +60,14 @@ def describe(group: Group, factor: int) -> dict[str, Any]:
     return {"product": group.rank * factor, "env": {name: os.environ[name] for name in names}, "pid": os.getpid()}
 
 
+def leave_rank_0_alone(group: Group) -> int:
+    """A group without a runtime: rank 0 stays until it is killed."""
+    group.barrier()
+    if group.rank == 0:
+        signal.pause()
+    return group.rank
+
+
 def end_variously(rank_to_end: dict[str, str]) -> str:
     """Without a group: each rank ends as told, independent of the others."""
     how = rank_to_end.get(os.environ["RANK"], "return")

@@ -143,3 +143,30 @@ def test_torchrun_works_too() -> None:
         check=False,
     )
     assert done.returncode == 0 and done.stdout.split() == ["3", "3"], done.stderr
+
+
+def test_what_cannot_be_started_again_is_refused() -> None:
+    with no_growth(), start_processes(rank_programs.end_variously, 2, {"1": "hang"}, group_timeout_s=None) as ranks:
+        with pytest.raises(CommError, match=rf"^rank 1 \(pid {ranks.pids[1]}\) still runs: end it before"):
+            ranks.restart(1, timeout_s=0.1)
+        ranks.signal(1)
+        with pytest.raises(CommError, match=r"^rank 1 cannot come back: no rank had its group yet; start all ranks"):
+            ranks.restart(1)
+        assert ranks.job == ""
+        results = ranks.wait(30.0)
+    assert [result.error for result in results] == ["", "was killed by SIGKILL"]
+
+
+def test_a_rank_that_finds_nobody_says_so_as_its_result() -> None:
+    with no_growth(), start_processes(rank_programs.leave_rank_0_alone, 2) as ranks:
+        before, pid = ranks.restart(1, timeout_s=60.0), ranks.pids[1]
+        assert (before.value, before.is_good, before.pid == pid) == (1, True, False)
+        job = ranks.job
+        ranks._processes[1].wait(60.0)
+        ranks.signal(0)
+        results = ranks.wait(60.0)
+        with pytest.raises(CommError, match="rank 1 cannot come back: all ranks were waited for"):
+            ranks.restart(1)
+    assert results[0].error == "was killed by SIGKILL"
+    told = f"rank 1 cannot come back to job {job}: of the ranks that have a runtime open (none) none answered within"
+    assert results[1].pid == pid and results[1].error.startswith(told)
