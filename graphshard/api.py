@@ -15,7 +15,7 @@ from graphshard.core.specs import DeviceSpec, ModelSpec, StepShape
 from graphshard.device import Device, open_device
 from graphshard.runtime.attach import Attached, attach_module
 from graphshard.runtime.bind import Hooks
-from graphshard.runtime.build import agree_on_device, agreed_device_spec, build_runtime
+from graphshard.runtime.build import agree_on_device, build_runtime
 from graphshard.runtime.compiled import Compiled, compile_plan
 from graphshard.runtime.model import SegmentedModel
 from graphshard.runtime.runtime import Runtime
@@ -106,22 +106,22 @@ def attach(
     """
     if isinstance(device, str):
         device = open_device(device, num_ranks=group.world_size)
-    spec = agreed_device_spec(group, device)
     if plan == "auto" and group.world_size > 1:
         choices.setdefault("units", "layer")
-
-    return attach_module(
-        module,
-        group,
-        device,
-        lambda model: _compile(model, group, spec, plan, [], choices),
-        layers=layers,
-        order=order,
-        check=check,
-        own_loop=own_loop,
-        timeout_s=timeout_s,
-        hooks=hooks or Hooks(),
-    )
+    with agree_on_device(group, device) as agreed:
+        return attach_module(
+            module,
+            group,
+            device,
+            lambda model: _compile(model, group, agreed.spec, plan, [], choices),
+            agreed=agreed,
+            layers=layers,
+            order=order,
+            check=check,
+            own_loop=own_loop,
+            timeout_s=timeout_s,
+            hooks=hooks or Hooks(),
+        )
 
 
 def _compile(

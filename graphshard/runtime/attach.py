@@ -25,7 +25,7 @@ from graphshard.runtime.attach_layers import LayerStack, find_layers
 from graphshard.runtime.attach_source import ModuleSource, check_replicated
 from graphshard.runtime.attach_spec import ModuleSegments, ModuleSpec, module_spec
 from graphshard.runtime.bind import Hooks
-from graphshard.runtime.build import build_runtime
+from graphshard.runtime.build import Agreed, build_runtime
 from graphshard.runtime.compiled import Compiled
 from graphshard.runtime.compute import segment_weights
 from graphshard.runtime.loop import StepLoop, layer_calls
@@ -172,6 +172,7 @@ def attach_module(
     device: Device,
     compile_spec: Callable[[ModelSpec], Compiled],
     *,
+    agreed: Agreed,
     layers: str | None,
     order: Sequence[int] | None,
     check: bool,
@@ -183,12 +184,20 @@ def attach_module(
     stack, spec = group.agree("attach", lambda: _take_stock(module, layers, order))
     compiled = group.agree("plan", lambda: compile_spec(spec.model))
     sharded = [name for unit in compiled.plan.units for name in unit.weights]
-    check_replicated(group, spec.parameters, sharded)
+    if agreed.welcome is None:  # a rank that came back is alone; its shards' checksums are compared
+        check_replicated(group, spec.parameters, sharded)
     source = ModuleSource(spec.parameters)
     with torch.inference_mode(False):  # what it makes outlives the caller's mode
         try:
             runtime = build_runtime(
-                compiled, ModuleSegments(spec.model), lambda: source, group, device, timeout_s=timeout_s, hooks=hooks
+                compiled,
+                ModuleSegments(spec.model),
+                lambda: source,
+                group,
+                device,
+                agreed=agreed,
+                timeout_s=timeout_s,
+                hooks=hooks,
             )
         except GraphshardError as error:
             if not source.num_released:
