@@ -46,7 +46,7 @@ class Guard:
 
     def install(self) -> None:
         """Guard the module and every submodule with a weight in `holders`."""
-        mine = {id(getattr(holder.module, holder.attribute)) for holder in self._holders}
+        mine = {id(holder.parameter) for holder in self._holders}
         for inner in self._module.modules():
             if inner is self._module or any(id(parameter) in mine for parameter in inner.parameters()):
                 self._guarded.append(inner)
@@ -119,7 +119,7 @@ def _unless_nothing_changes(inner: nn.Module, refuse: Callable[..., Any]) -> Cal
 def _gathered(holders: Sequence[Holder], whole: Callable[[str], Tensor]) -> Callable[..., None]:
     def replace(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: object) -> None:
         for holder in holders:
-            if prefix + holder.attribute in state_dict:
+            if holder.holds and prefix + holder.attribute in state_dict:
                 state_dict[prefix + holder.attribute] = whole(holder.weight)
 
     return replace

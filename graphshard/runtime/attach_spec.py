@@ -25,6 +25,12 @@ class Holder:
     module: nn.Module
     attribute: str
     weight: str
+    parameter: nn.Parameter
+
+    @property
+    def holds(self) -> bool:
+        """Whether it still does: users may put another parameter in its place."""
+        return self.module._parameters.get(self.attribute) is self.parameter
 
 
 @dataclass(frozen=True)
@@ -63,7 +69,7 @@ def module_spec(module: nn.Module, stack: LayerStack) -> ModuleSpec:
         reads[layer].append(name)
         for alias in found.names_of[id(parameter)]:
             path, _, attribute = alias.rpartition(".")
-            holders.append(Holder(module.get_submodule(path), attribute, name))
+            holders.append(Holder(module.get_submodule(path), attribute, name, parameter))
     specs = tuple(_weight_spec(name, parameter) for name, parameter in weights.items())
     model = ModelSpec(type(module).__name__, specs, _segments(stack, reads))
     return ModuleSpec(model, weights, tuple(holders), kept)

@@ -136,6 +136,7 @@ REFUSED: dict[str, tuple[Callable[[Stack], object], str]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_would_lose_bytes_is_refused_and_nothing_is_lost(name: str) -> None:
     use, expected = REFUSED[name]
@@ -182,6 +183,16 @@ def test_parts_without_sharded_weights_are_free() -> None:
         assert module.head.half().weight.dtype == torch.float16
 
 
+def test_a_parameter_that_was_put_in_place_of_a_sharded_one_is_the_users_own() -> None:
+    module, reference = random_stack(), random_stack()
+    new = torch.randn(2 * WIDTH, WIDTH)
+    reference.layers[1].up.weight = nn.Parameter(new.clone())  # type: ignore[union-attr, assignment]
+    with attach(module, check=True):
+        module.layers[1].up.weight = nn.Parameter(new.clone())  # type: ignore[union-attr, assignment]
+        assert equal(outputs(module), outputs(reference))
+        assert same_state(module.state_dict(), reference.state_dict())
+
+
 def test_named_parameters_work_and_shapes_are_right() -> None:
     module, reference = random_stack(), random_stack()
     with attach(module):
@@ -190,6 +201,7 @@ def test_named_parameters_work_and_shapes_are_right() -> None:
         assert module.head.weight is dict(module.named_parameters())["head.weight"]
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_torch_compile_around_an_attached_module_gives_the_same_bits() -> None:
     """Its hooks break the graph at every layer; nothing is gained, and nothing is wrong."""
     module, reference = random_stack(), twin(random_stack())
