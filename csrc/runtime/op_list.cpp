@@ -245,10 +245,29 @@ CUgraph OpList::record(const Calls& calls, const CUevent* events, const External
   return graph;
 }
 
+// A driver runs an op on a stream outside the capture at once, eagerly, and leaves it out of the graph without a word;
+// a wait for an event that was not recorded before it joins nothing.
+void OpList::check_joined() const {
+  std::vector<bool> joined(streams_.size(), false);
+  std::vector<bool> recorded(num_events_, false);
+  joined[0] = true;
+  for (size_t i = 0; i < size(); ++i) {
+    const Op& op = body_->ops[i];
+    if (op.kind == OpKind::kWait && recorded[op.index]) joined[op.stream] = true;
+    if (!joined[op.stream]) {
+      throw DriverError(entry_point(op.kind), CUDA_ERROR_STREAM_CAPTURE_UNJOINED,
+                        "capture refused: the stream of " + where(i) +
+                            " has not joined it; let it wait for an event of the capture first");
+    }
+    if (op.kind == OpKind::kRecord) recorded[op.index] = true;
+  }
+}
+
 std::shared_ptr<Graph> OpList::capture(const std::shared_ptr<Calls>& calls, ExternalEvents external_events,
                                        double lock_timeout_s) {
   driver_.enter();
   check_calls(*calls);
+  check_joined();
   for (const auto& [index, event] : external_events) {
     if (index >= size())
       throw std::invalid_argument("an external event stands after op " + std::to_string(index) + ", the list has " +

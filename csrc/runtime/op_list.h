@@ -53,6 +53,7 @@ class OpList {
 
   void bind(const Op& op, size_t index);
   void check_calls(const Calls& calls) const;
+  void check_joined() const;
   void run(const Calls& calls, const CUevent* events, size_t begin, size_t end) const;
   void run_external(const Calls& calls, const CUevent* events, const ExternalEvents& external_events) const;
   CUgraph record(const Calls& calls, const CUevent* events, const ExternalEvents& external_events) const;
