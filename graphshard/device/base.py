@@ -1,4 +1,4 @@
-"""What the runtime needs of a device, and how to open one."""
+"""What the runtime needs of a device."""
 
 from __future__ import annotations
 
@@ -47,26 +47,6 @@ class Device(Protocol):
 
     def why_not(self, feature: str) -> str | None:
         """Why this device lacks `feature`, or None if it has it."""
-
-
-def open_device(kind: str = "host", index: int = 0, num_ranks: int = 1) -> Device:
-    """The device of `kind`, shared by `num_ranks` ranks here; DeviceError with the reason if there is none."""
-    if kind == "host":
-        from graphshard.device.host import HostDevice
-
-        return HostDevice(num_ranks)
-    if kind == "cuda":
-        raise DeviceError(f"device cuda:{index} is not available: {why_no_cuda(index)}; available here: host")
-    raise DeviceError(f"device {kind!r} is unknown: host, cuda")
-
-
-def why_no_cuda(index: int) -> str:
-    """The reason why `cuda:{index}` cannot be used here."""
-    try:
-        driver = Driver("libcuda.so.1", index)
-    except DriverError as error:
-        return str(error)
-    return f"a driver was found ({driver.device_name}), but this version runs on the host only"
 
 
 def device_error(device: str, what: str, error: DriverError) -> DeviceError:
