@@ -13,6 +13,7 @@ from graphshard.cli.common import Names, Output, answering, check_writable, rank
 from graphshard.core.errors import SpecError
 from graphshard.models.config import load_llama_config
 from graphshard.report.tables import table_of
+from graphshard.schedule.units import unit_cap
 
 LAUNCH_TIMEOUT_S = 1800.0
 QUIET_SHARE = 0.9
@@ -63,6 +64,10 @@ class _Plans(click.ParamType[list[list[Any]]]):
             parts = text.split("/")
             if len(parts) != 3 or not parts[1].isdecimal() or parts[2] not in EXECUTORS:
                 self.fail(f"{text!r} is no plan: write weight/0/cooperative or layer/1/threaded", param, ctx)
+            try:
+                unit_cap(parts[0])
+            except SpecError as error:
+                self.fail(str(error), param, ctx)
             found.append([parts[0], int(parts[1]), parts[2]])
         return found
 
@@ -112,35 +117,32 @@ def command(
         "peers": [*peers, *([] if no_reference else ["transformers"])],
         "plans": plans,
     }
-    found = []
-    for i in range(launches):
-        title = f"launch {i + 1} of {launches}"
-        found.append(rank_values(out, ENTRY, world_size, {**request, "title": title}, LAUNCH_TIMEOUT_S))
-    rows, samples = step_rows(found), samples_of(found)
-    chosen = chosen_rows(rows)
-    _show(out, rows, chosen, f"{folder.name}, {world_size} ranks, cache {cache_length}, {launches} launches")
-    for reason in found[0][0]["reasons"]:
-        out.say(f"  why: {reason}")
-    if png is not None:
-        _draw(rows, samples, png, folder.name)
-    agree = all(row["agrees"] for row in rows)
-    out.say(_verdict(rows))
-    out.emit(
-        rows,
-        model=folder.name,
-        world_size=world_size,
-        chosen=chosen,
-        agree=agree,
-        reasons=found[0][0]["reasons"],
-        samples=samples,
-    )
-    return agree
+    found = [
+        rank_values(out, ENTRY, world_size, {**request, "title": f"launch {i + 1} of {launches}"}, LAUNCH_TIMEOUT_S)
+        for i in range(launches)
+    ]
+    return _answer(out, found, f"{folder.name}, {world_size} ranks, cache {cache_length}, {launches} launches", png)
 
 
 def _smollm2() -> Path:
     from graphshard.models.smollm2 import prepare_smollm2
 
     return prepare_smollm2()
+
+
+def _answer(out: Output, launches: list[list[Any]], title: str, png: Path | None) -> bool:
+    """Say and write all there is to say; whether the logits agree."""
+    rows, samples, reasons = step_rows(launches), samples_of(launches), launches[0][0]["reasons"]
+    chosen = chosen_rows(rows)
+    _show(out, rows, chosen, title)
+    for reason in reasons:
+        out.say(f"  why: {reason}")
+    if png is not None:
+        _draw(rows, samples, png, title)
+    agree = all(row["agrees"] for row in rows)
+    out.say(_verdict(rows))
+    out.emit(rows, title=title, chosen=chosen, agree=agree, reasons=reasons, samples=samples)
+    return agree
 
 
 def _show(out: Output, rows: Sequence[dict[str, Any]], chosen: Sequence[dict[str, Any]], title: str) -> None:
@@ -174,7 +176,7 @@ def _verdict(rows: Sequence[dict[str, Any]]) -> str:
     return "logits: ours equal the replicated run's bit for bit, peers' agree"
 
 
-def _draw(rows: Sequence[dict[str, Any]], samples: Sequence[dict[str, Any]], png: Path, name: str) -> None:
+def _draw(rows: Sequence[dict[str, Any]], samples: Sequence[dict[str, Any]], png: Path, title: str) -> None:
     from graphshard.report.distributions import Distribution, draw_distributions
 
     panels: dict[str, list[Distribution]] = {}
@@ -182,4 +184,4 @@ def _draw(rows: Sequence[dict[str, Any]], samples: Sequence[dict[str, Any]], png
         pooled = [ms for launch in one["samples_ms"] for rank in launch for ms in rank]
         panel = panels.setdefault(f"batch {one['batch_size']}", [])
         panel.append(Distribution(one["what"], pooled, row["chosen"]))
-    draw_distributions(panels, png, f"{name}: milliseconds a step")
+    draw_distributions(panels, png, f"milliseconds a step: {title}")

@@ -13,10 +13,8 @@ from torch import Tensor
 
 import graphshard
 from graphshard.bench.decode import EagerStep, Step, clear_state
-from graphshard.bench.fsdp2 import ModuleStep, shard_layers
 from graphshard.bench.gloo import gloo
 from graphshard.bench.step import Contender, Workload, measure_steps, num_steps_of
-from graphshard.bench.transformers_step import TransformersModel
 from graphshard.comm.group import Group
 from graphshard.core.specs import StepShape, WeightSpec
 from graphshard.models.llama import Llama, load_llama
@@ -110,6 +108,8 @@ class _Field:
         return _of_runtime(runtime, "eager", steps, unit=unit, prefetch_depth=depth)
 
     def _fsdp2(self) -> Contender:
+        from graphshard.bench.fsdp2 import ModuleStep, shard_layers  # only for those who ask: it takes a second
+
         self._stack.enter_context(gloo(self._group, TIMEOUT_S))
         source = open_source(self._folder)
 
@@ -133,6 +133,8 @@ class _Field:
         return Contender("fsdp2", steps, reset, must_be_identical=False, unit="layer", prefetch_depth=0)
 
     def _transformers(self) -> Contender:
+        from graphshard.bench.transformers_step import TransformersModel
+
         model = TransformersModel(self._folder, self._request.cache_length)
         steps = {size: model.step(size) for size in self._request.batch_sizes}
         return Contender("transformers", steps, lambda batch_size: None, must_be_identical=False)
