@@ -202,11 +202,9 @@ def _meet(job: str, path: str, rank: int, min_serial: int, timeout_s: float) -> 
                 asked[channel.fileno()] = (door, channel)
         answer = _first_answer(asked, deadline)
     if answer is None:
-        found = ", ".join(f"rank {d.rank} (pid {d.pid}, {ProcessId.of(d.pid).state()})" for d in doors) or "none"
-        raise CommError(
-            f"rank {rank} cannot come back to job {job}: of the ranks that have a runtime open ({found}) none answered "
-            f"within {timeout_s:.1f} s; start all ranks anew"
-        )
+        found = ", ".join(f"rank {d.rank} (pid {d.pid}, {ProcessId.of(d.pid).state()})" for d in doors)
+        why = f"{found} did not answer within {timeout_s:.1f} s" if doors else "no living rank has a runtime open here"
+        raise CommError(f"rank {rank} cannot come back to job {job}: {why}; start all ranks anew")
     told = json.loads(answer.payload)
     records: list[RankRecord] = []
     try:

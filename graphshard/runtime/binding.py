@@ -19,6 +19,15 @@ from graphshard.runtime.memory import RuntimeMemory
 from graphshard.runtime.slots import SlotTable
 
 
+def refuse_fork(owner_pid: int) -> None:
+    """DeviceError in a process that is not the runtime's: a fork has its memory, but not its threads."""
+    if os.getpid() != owner_pid:
+        raise DeviceError(
+            f"the runtime of process {owner_pid} was used in process {os.getpid()}, a fork of it: "
+            "start ranks by spawn, and compile in each"
+        )
+
+
 class Binding:
     """The base of `Runtime`."""
 
@@ -50,11 +59,7 @@ class Binding:
 
     def check_open(self) -> None:
         """ProgramError if the runtime was closed, DeviceError in a forked child."""
-        if os.getpid() != self._owner_pid:
-            raise DeviceError(
-                f"the runtime of process {self._owner_pid} was used in process {os.getpid()}, a fork of it: "
-                "start ranks by spawn, and compile in each"
-            )
+        refuse_fork(self._owner_pid)
         if self._closed:
             raise ProgramError("this runtime is closed; compile the model again")
 

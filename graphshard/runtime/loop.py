@@ -12,6 +12,7 @@ compute op would do happens on the calling thread, between `before_layer` and `a
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ from graphshard.core.errors import ProgramError
 from graphshard.core.plan import Plan
 from graphshard.core.specs import ModelSpec, StepShape
 from graphshard.runtime.bind import BoundProgram
+from graphshard.runtime.binding import refuse_fork
 
 if TYPE_CHECKING:
     from graphshard.runtime.model import StepState
@@ -77,9 +79,10 @@ class StepObserver(Protocol):
 class StepTurn:
     """Whose step it is. An open loop holds the turn but not the lock, so that nothing it does can leave it locked."""
 
-    def __init__(self, lock: threading.RLock, timeout_s: float) -> None:
-        self.lock = lock
-        self._changed = threading.Condition(lock)
+    def __init__(self, timeout_s: float) -> None:
+        self._lock = threading.RLock()
+        self._owner_pid = os.getpid()
+        self._changed = threading.Condition(self._lock)
         self._timeout_s = timeout_s
         self._open: StepLoop | None = None
 
@@ -88,6 +91,12 @@ class StepTurn:
         if self._open is not None and self._open.is_mine:
             self._open.give_up("it was left open and another one began")
         self.wait_until_free()
+
+    @property
+    def lock(self) -> threading.RLock:
+        """The runtime's lock. DeviceError in a fork: there it may be held by a thread that does not exist."""
+        refuse_fork(self._owner_pid)
+        return self._lock
 
     def take(self, step: StepLoop) -> None:
         """Make `step` the open one, with the lock held since `wait_for_others`."""

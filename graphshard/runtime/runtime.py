@@ -9,7 +9,6 @@ runs, replays and prefetches.
 from __future__ import annotations
 
 import os
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable
@@ -63,8 +62,7 @@ class Runtime(Binding):
         )
         self.group = group
         self._control, self._compute = control, compute
-        self._lock = threading.RLock()
-        self.turn = StepTurn(self._lock, timeout_s)
+        self.turn = StepTurn(timeout_s)
         self.observer: StepObserver | None = None
         """Told of the layers of steps that run as loops (`begin_step`); set by `attach`."""
         self._graphs: dict[StepShape, StepGraph] = {}
@@ -81,7 +79,7 @@ class Runtime(Binding):
         Order, blocking and errors are those of `StepGraph.replay`: it is the same list, issued instead of launched.
         """
         shape = self._known(StepShape(batch_size, tokens_per_sequence))
-        with self._lock:
+        with self.turn.lock:
             self._check_ready()
             self.at_step_boundary()
             bound = self._bound[shape]
@@ -98,7 +96,7 @@ class Runtime(Binding):
             DeviceError: a segment does what no capture permits, or another capture is open in this process.
             CommError: a window was remapped, and does not hold what its owner loaded.
         """
-        with self._lock:
+        with self.turn.lock:
             self._check_ready()
             self.turn.wait_until_free()
             if self._generations != self._transport.generations():
@@ -139,7 +137,7 @@ class Runtime(Binding):
         Capture: no: it is the part of a step that lies outside its graph.
         """
         shape = self._known(StepShape(batch_size, tokens_per_sequence))
-        with self._lock:
+        with self.turn.lock:
             self._check_ready()
             self.turn.wait_until_free()
             self._check_generations(shape)
@@ -157,7 +155,7 @@ class Runtime(Binding):
             ProgramError: this plan waits inside a layer, or shards weights outside the layers.
         """
         shape = min(self.programs) if batch_size is None else StepShape(batch_size, tokens_per_sequence)
-        with self._lock:
+        with self.turn.lock:
             self._check_ready()
             self.turn.wait_for_others()
             self.at_step_boundary()
@@ -174,7 +172,7 @@ class Runtime(Binding):
         calls: Calls,
     ) -> None:
         """One step, eager or captured: prime, launch, wait for the outputs. Used by `run` and `StepGraph.replay`."""
-        with self._lock:
+        with self.turn.lock:
             self.turn.wait_until_free()
             self.enter_step(shape, bound)
             try:
@@ -223,7 +221,7 @@ class Runtime(Binding):
             CommError, DeviceError: a window cannot be mapped, or does not hold what its owner told: that rank was left
                 out, and steps go on with what was mapped before.
         """
-        with self._lock:
+        with self.turn.lock:
             self._check_ready()
             self.turn.wait_until_free()
             if not self._admission.has_news:
@@ -308,7 +306,7 @@ class Runtime(Binding):
         if os.getpid() != self._owner_pid:  # a fork: streams, words and the control page are the parent's
             self._closed = True
             return
-        with self._lock:
+        with self.turn.lock:
             if self._closed:
                 return
             self.turn.give_up()

@@ -20,6 +20,8 @@ from graphshard.core.errors import CommError
 from graphshard.device import open_device
 
 POINTS = ("connect", "load", "bind", "capture", "replay")
+HOW = ("exit", "raise", "os._exit", "SIGKILL")
+WHERE = ("idle", "wait", "capture")
 
 
 def die() -> None:
@@ -156,6 +158,26 @@ def _said(folder: str, word: str, function: Any) -> Any:
     return call
 
 
+def stall(mini: Mini) -> None:
+    """Launch a graph that waits for a word that nobody writes."""
+    word = Word(Memory(mini.device.driver, 4))
+    ops = [("wait_value", 0, word.address, 1)]
+    OpList(mini.device.driver, [mini.stream], 0, ops).capture(Calls([])).instantiate().launch(mini.stream)
+
+
+def hold_the_capture() -> None:
+    """A thread takes the process's one capture for ever."""
+    locked = threading.Event()
+
+    def hold() -> None:
+        with CaptureLock():
+            locked.set()
+            threading.Event().wait()
+
+    threading.Thread(target=hold, daemon=True).start()
+    locked.wait()
+
+
 class _Hang:
     """Says `here`, and never comes back: in Python or in native code."""
 
@@ -174,15 +196,7 @@ class _Hang:
 
     def _in_a_capture(self) -> None:
         """The main thread waits in native code for the process's one capture, which another thread holds."""
-        locked = threading.Event()
-
-        def hold() -> None:
-            with CaptureLock():
-                locked.set()
-                threading.Event().wait()
-
-        threading.Thread(target=hold, daemon=True).start()
-        locked.wait()
+        hold_the_capture()
         driver = open_device("host").driver
         stream, memory = Stream(driver), Memory(driver, 4)
         tell(self._folder, "here")
@@ -190,13 +204,45 @@ class _Hang:
 
     def in_a_replay(self, mini: Mini) -> None:
         """The main thread waits in native code for a graph, whose executor waits for a word that nobody writes."""
-        word = Word(Memory(mini.device.driver, 4))
-        ops = [("wait_value", 0, word.address, 1)]
-        stalled = OpList(mini.device.driver, [mini.stream], 0, ops).capture(Calls([])).instantiate()
-        stalled.launch(mini.stream)
+        stall(mini)
         mini.graph.launch(mini.stream)
         tell(self._folder, "here")
         mini.stream.synchronize(3600.0)
+
+
+def end_each_in_its_own_way(group: Group) -> dict[str, Any]:
+    """I6: rank 1 + i ends in the i-th way of all (HOW, WHERE); rank 0 steps on, and closes. No torch."""
+    mini = Mini(group)
+    mini.step()
+    group.barrier()
+    if group.rank == 0:
+        others = range(1, group.world_size)
+        while any(mini.control.state(rank) != "dead" for rank in others):
+            mini.step()
+        mini.step()
+        try:
+            group.barrier()
+            error = ""
+        except CommError as failure:
+            error = str(failure)
+        mini.close()
+        return {"wrong": mini.wrong, "error": error}
+    how, where = [(how, where) for where in WHERE for how in HOW][group.rank - 1]
+    if where == "wait":
+        stall(mini)
+        mini.graph.launch(mini.stream)
+        threading.Thread(target=mini.stream.synchronize, args=(3600.0,), daemon=True).start()
+    if where == "capture":
+        hold_the_capture()
+        threading.Thread(target=mini.capture, daemon=True).start()
+    if how == "exit":
+        sys.exit(7)
+    if how == "raise":
+        raise RuntimeError("out of luck")
+    if how == "os._exit":
+        os._exit(8)
+    die()
+    return {}
 
 
 def parent_of_ranks(folder: str, point: str) -> None:
