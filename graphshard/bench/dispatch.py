@@ -31,7 +31,7 @@ class DispatchRequest:
 
     num_units: int = 200
     unit_bytes: int = 4096
-    prefetch_depth: int = 0
+    prefetch_depth: int = 1
     num_repeats: int = 50
     timeout_s: float = 30.0
 

@@ -52,7 +52,7 @@ def gather(
 @command.command("dispatch")
 @click.option("--units", default=200, show_default=True, help="Units of a step, 4 ops each.")
 @click.option("--unit-size", type=Size(), default="4KiB", show_default=True)
-@click.option("--prefetch-depth", default=0, show_default=True)
+@click.option("--prefetch-depth", default=1, show_default=True, help="0: the two streams take strict turns.")
 @click.option("--world-size", default=2, show_default=True, help="Ranks, as threads; rank 0 steps.")
 @click.option("--repeats", default=50, show_default=True)
 @answering

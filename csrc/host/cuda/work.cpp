@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "copy.h"
+
 namespace graphshard::hostcuda {
 
 namespace {
@@ -21,13 +23,13 @@ void copy_row_range(const CopyWork& copy, size_t row, size_t begin, size_t end) 
   const size_t line = row % copy.rows;
   char* destination = copy.destination + plane * copy.destination_slice + line * copy.destination_pitch;
   const char* source = copy.source + plane * copy.source_slice + line * copy.source_pitch;
-  std::memmove(destination + begin, source + begin, end - begin);
+  copy_bytes(destination + begin, source + begin, end - begin);
 }
 
 Step advance_copy(const CopyWork& copy, uint64_t* progress, size_t piece_bytes) {
   const size_t total = copy.num_bytes();
   if (piece_bytes == 0 && copy.rows * copy.planes == 1) {
-    std::memmove(copy.destination, copy.source, total);
+    copy_bytes(copy.destination, copy.source, total);
     return Step::kDone;
   }
   const size_t stop = piece_bytes == 0 ? total : std::min<size_t>(total, *progress + piece_bytes);
