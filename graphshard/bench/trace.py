@@ -5,29 +5,23 @@ The traced graph has more nodes than the real one, so it is never the one that i
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from graphshard._core import Event
-from graphshard.core.errors import CommError
 from graphshard.core.lowering import Compute, CopyRun, Record
-from graphshard.core.ops import Gemm
+from graphshard.core.ops import AgLaunch, Gemm, WaitOnce
 from graphshard.core.program import Program
 from graphshard.core.specs import StepShape
+from graphshard.core.timeline import Span, SpanKind, Timeline
 from graphshard.runtime.bind import BoundProgram
 from graphshard.runtime.runtime import Runtime
+from graphshard.runtime.traced import TracedStep
+from graphshard.runtime.traced import bound_program as bound_of
 
-KINDS = {"call": "compute", "copy": "copy", "wait": "wait"}
+__all__ = ["BoundRow", "Span", "bound_of", "bound_rows", "trace_step", "trace_timeline"]
 
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """An op's time on its stream: from when the op before it there was done until it was done itself."""
-
-    lane: str
-    kind: str
-    label: str
-    begin_us: float
-    end_us: float
+KINDS: dict[str, SpanKind] = {"call": "compute", "copy": "copy", "wait": "wait"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +34,6 @@ class BoundRow:
     source: int
     """The program's op it comes from; -1: fork or join."""
     text: str
-
-
-def bound_of(runtime: Runtime, shape: StepShape) -> BoundProgram:
-    """The bound program of `shape`: what a step issues."""
-    return runtime._bound[shape]
 
 
 def bound_rows(bound: BoundProgram, world_size: int, rank: int) -> list[BoundRow]:
@@ -68,40 +57,56 @@ def bound_rows(bound: BoundProgram, world_size: int, rank: int) -> list[BoundRow
 
 
 def trace_step(runtime: Runtime, shape: StepShape, num_warmups: int = 3) -> list[Span]:
-    """Replay a traced capture of `shape` and return the spans of its last replay, in issue order.
+    """The spans of `trace_timeline`."""
+    return list(trace_timeline(runtime, shape, num_warmups).spans)
+
+
+def trace_timeline(runtime: Runtime, shape: StepShape, num_warmups: int = 3) -> Timeline:
+    """Replay a traced capture of `shape` and return the timeline of its last replay.
 
     Runs `num_warmups + 1` steps on what the inputs hold now. Collective only in that all ranks' copies then happen at
     once, as in a real step.
+
+    A span ends when its op was done. It begins when the op before it was done: that on the same stream; or, under the
+    cooperative executor, whose one worker does everything in turn, that on any stream.
 
     Raises:
         CommError: a step did not end in time.
     """
     bound = bound_of(runtime, shape)
-    calls = runtime._compute.captured(shape, bound.computes)
     rows = bound_rows(bound, runtime.group.world_size, runtime.rank)
     origin = bound.lowered.streams[0]
     # not after records on other streams: the origin joins there, and a node behind it would be left unjoined
     timed = [i for i, row in enumerate(rows) if row.stream == origin or row.kind != "record"]
-    events = {i: Event(runtime.driver, timing=True) for i in timed}
-    graph = bound.op_list.capture(calls, list(events.items()))
-    launcher = graph.instantiate(runtime.plan.executor)
-    for _ in range(num_warmups + 1):
-        runtime.step(shape, bound, lambda: launcher.launch(bound.streams[0]), calls)
-    for stream in bound.streams:
-        if not stream.synchronize(runtime.timeout_s):
-            raise CommError(f"rank {runtime.rank} waited {runtime.timeout_s:.1f} s for the end of a traced step")
-    times = [(rows[i], event.elapsed_us(events[0])) for i, event in events.items()]
-    return _spans(times, bound.program)
+    step = TracedStep(runtime, shape, timed)
+    for _ in range(num_warmups):
+        step.replay()
+    begin_us = time.monotonic_ns() / 1e3  # one clock for all processes of a machine
+    ends = step.replay()
+    has_one_worker = runtime.driver.is_host and runtime.plan.executor == "cooperative"
+    return Timeline(runtime.rank, tuple(_spans(rows, ends, bound.program, has_one_worker)), begin_us)
 
 
-def _spans(times: list[tuple[BoundRow, float]], program: Program) -> list[Span]:
-    spans = []
+def _spans(
+    rows: Sequence[BoundRow], ends_us: Mapping[int, float], program: Program, has_one_worker: bool
+) -> Iterator[Span]:
+    begins_us: dict[int, float] = {}
     last: dict[str, float] = {}
-    for row, end in times:
-        begin = last.get(row.stream, end)
-        last[row.stream] = end
-        if row.kind in KINDS and end > begin:
-            op = program.ops[row.source] if row.source >= 0 else None
-            label = op.segment if isinstance(op, Gemm) else row.text.split()[0]
-            spans.append(Span(row.stream, KINDS[row.kind], label, begin, end))
-    return spans
+    for i, end in sorted(ends_us.items(), key=lambda item: (item[1], item[0])):
+        worker = "" if has_one_worker else rows[i].stream
+        begins_us[i] = last.get(worker, end)
+        last[worker] = end
+    for i, end in sorted(ends_us.items()):
+        if rows[i].kind in KINDS and end > begins_us[i]:
+            yield _span(rows[i], begins_us[i], end, program)
+
+
+def _span(row: BoundRow, begin_us: float, end_us: float, program: Program) -> Span:
+    kind = KINDS[row.kind]
+    op = program.ops[row.source] if row.source >= 0 else None
+    if isinstance(op, Gemm):
+        unit = op.units[0] if op.units else None
+        return Span(row.stream, kind, op.segment, begin_us, end_us, unit, op.layer, op.segment)
+    unit = op.unit if isinstance(op, AgLaunch | WaitOnce) else None
+    name = row.text.split()[0] if kind == "copy" else "fork or join" if op is None else f"wait unit={unit}"
+    return Span(row.stream, kind, name, begin_us, end_us, unit)

@@ -8,6 +8,7 @@ import click
 
 COMMANDS = {
     "demo": "Decode a real model with sharded weights on rank processes, beside the replicated model.",
+    "generate": "Generate text on ranks that keep a part of the weights each, and that fail alone.",
     "show": "Print a model, plan, layout, program, bound program or graph.",
     "verify": "Prove op lists free of races, or name every violation.",
     "bench": "Measure gathers, dispatch and compile time.",

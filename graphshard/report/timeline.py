@@ -3,35 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+
+from graphshard.core.timeline import Span, Timeline
 
 COLORS = {"compute": "#4c78a8", "copy": "#f58518", "wait": "#e4e4e4"}
 """By kind of span. Waits are the time a stream stands still for another."""
-
-
-class Span(Protocol):
-    """An op's time on its stream; `kind` is one of COLORS, times count from the step's first op."""
-
-    @property
-    def lane(self) -> str:
-        """The stream."""
-
-    @property
-    def kind(self) -> str:
-        """What the stream does: compute, copy or wait."""
-
-    @property
-    def label(self) -> str:
-        """What the bar says if it is wide enough."""
-
-    @property
-    def begin_us(self) -> float:
-        """When the op began."""
-
-    @property
-    def end_us(self) -> float:
-        """When it was done."""
 
 
 def draw_timeline(spans: Sequence[Span], path: Path, title: str, zoom_us: float | None = None) -> None:
@@ -40,7 +18,6 @@ def draw_timeline(spans: Sequence[Span], path: Path, title: str, zoom_us: float 
 
     matplotlib.use("Agg")  # no display; must come before pyplot
     import matplotlib.pyplot as plt
-    from matplotlib.patches import Patch
 
     lanes = list(dict.fromkeys(span.lane for span in spans))
     end = max((span.end_us for span in spans), default=1.0)
@@ -50,11 +27,43 @@ def draw_timeline(spans: Sequence[Span], path: Path, title: str, zoom_us: float 
         _draw_lanes(ax, shown, lanes, limit)
     axes[0].set_title(title, loc="left")
     axes[1].set_xlabel("ms since the step's first op (lower: its beginning)")
-    kinds = [kind for kind in COLORS if any(span.kind == kind for span in spans)]
-    patches = [Patch(color=COLORS[kind], label=kind) for kind in kinds]
-    axes[0].legend(handles=patches, loc="lower right", bbox_to_anchor=(1, 1), ncols=3, frameon=False)
+    _add_legend(axes[0], spans)
     figure.savefig(path, dpi=110, format="png")
     plt.close(figure)
+
+
+def draw_timelines(timelines: Sequence[Timeline], path: Path, title: str) -> None:
+    """Write a PNG to `path`: the step of every rank below each other, on one clock if the timelines share one."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # no display; must come before pyplot
+    import matplotlib.pyplot as plt
+
+    first = min(one.offset_us for one in timelines)
+    end = max(one.offset_us - first + one.duration_us for one in timelines)
+    heights = [len(one.lanes) for one in timelines]
+    size = (14, 1.2 + 0.5 * len(timelines) + 0.5 * sum(heights))
+    figure, axes = plt.subplots(
+        len(timelines), 1, figsize=size, squeeze=False, sharex=True, constrained_layout=True, height_ratios=heights
+    )
+    for ax, one in zip(axes[:, 0], timelines, strict=True):
+        shift = one.offset_us - first
+        moved = [replace(span, begin_us=span.begin_us + shift, end_us=span.end_us + shift) for span in one.spans]
+        _draw_lanes(ax, moved, one.lanes, end)
+        ax.set_ylabel(f"rank {one.rank}")
+    axes[0, 0].set_title(title, loc="left")
+    axes[-1, 0].set_xlabel("ms since the first rank's step began")
+    _add_legend(axes[0, 0], [span for one in timelines for span in one.spans])
+    figure.savefig(path, dpi=110, format="png")
+    plt.close(figure)
+
+
+def _add_legend(ax, spans: Sequence[Span]) -> None:  # type: ignore[no-untyped-def]  # matplotlib has no types
+    from matplotlib.patches import Patch
+
+    kinds = [kind for kind in COLORS if any(span.kind == kind for span in spans)]
+    patches = [Patch(color=COLORS[kind], label=kind) for kind in kinds]
+    ax.legend(handles=patches, loc="lower right", bbox_to_anchor=(1, 1), ncols=3, frameon=False)
 
 
 def _draw_lanes(ax, spans: Sequence[Span], lanes: Sequence[str], limit_us: float) -> None:  # type: ignore[no-untyped-def]  # matplotlib has no types
@@ -69,7 +78,7 @@ def _draw_lanes(ax, spans: Sequence[Span], lanes: Sequence[str], limit_us: float
     for span in spans:
         if span.kind != "wait" and span.end_us - span.begin_us > limit_us / 25:
             center = (span.begin_us + span.end_us) / 2e3
-            ax.text(center, lanes.index(span.lane), span.label, ha="center", va="center", fontsize=6, clip_on=True)
+            ax.text(center, lanes.index(span.lane), span.name, ha="center", va="center", fontsize=6, clip_on=True)
     ax.set_yticks(range(len(lanes)), lanes)
     ax.set_ylim(len(lanes) - 0.5, -0.5)
     ax.set_xlim(0, limit_us / 1e3)

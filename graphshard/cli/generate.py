@@ -1,0 +1,160 @@
+"""`graphshard generate`: a llama generates text on ranks that keep 1/N of its layers each, and that fail alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from graphshard.cli.common import Output, Size, answering
+from graphshard.cli.generate_job import GenerateJob
+from graphshard.cli.generate_report import report_of, show_report, summary_of
+from graphshard.cli.generate_screen import Screen
+from graphshard.cli.planning import IntOrAuto
+from graphshard.cli.prompts import PROMPTS, Codec
+from graphshard.comm.launch import failure_text, raise_first_failure
+from graphshard.core.errors import SpecError
+from graphshard.models.config import LlamaConfig, load_llama_config
+from graphshard.report.machine import machine_facts
+
+RUN_TIMEOUT_S = 1800.0
+CACHE_STEP = 16
+"""Cache lengths are multiples of this."""
+
+JSON_HELP = """JSON keys: `rows` has one row for each prompt {prompt_index, rank, prompt, state, text, tokens, ttft_ms,
+reason}: state is done or lost, and reason says why it was lost; `lost` {rank, prompt_indices, reason}; `restarts`
+{rank, reason}; `order` (ranks as they finished); `time_per_token_ms` and `ttft_ms` {median, p10, p90, p99, n};
+`model, world_size, run, num_tokens, batch_size, cache_length`; `report` null or {identical, units [{unit, name,
+num_bytes, gather_us, compute_us}], sharded and replicated [by rank: weight_bytes, chunk_bytes, slot_bytes,
+resident_bytes, other_bytes, kv_bytes_per_sequence, concurrency, startup_peak_rss_bytes, startup_peak_pss_bytes,
+pss_bytes, time_per_token_ms], memory_bytes, plan}, and `no_report` why there is none."""
+
+
+@click.command("generate", epilog=JSON_HELP)
+@click.option("--model", type=click.Path(path_type=Path), help="Folder of a llama checkpoint instead of SmolLM2-135M.")
+@click.option("--world-size", default=2, show_default=True, help="Rank processes.")
+@click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="Repeat it for more; eight are built in.")
+@click.option("--prompts", "prompts_file", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE")
+@click.option("--tokens", default=32, show_default=True, help="Tokens to generate for each prompt.")
+@click.option("--run", type=click.Choice(["eager", "graph"]), default="graph", show_default=True)
+@click.option("--prefetch-depth", type=IntOrAuto(), default="auto", show_default=True)
+@click.option("--units", default="auto", show_default=True, help="layer, weight, bytes:CAP or auto.")
+@click.option("--batch-size", default=8, show_default=True, help="At most so many sequences in a step.")
+@click.option("--memory", type=Size(), help="What one rank may use; by default an equal part of the machine's.")
+@click.option("--report", is_flag=True, help="Measure units, latency, memory, beside the replicated model.")
+@click.option("--restart", is_flag=True, help="Start a rank again that was killed; it joins the others.")
+@click.option("--fault", hidden=True, help="SIGNAL:RANK@STEP: a test's.")
+@answering
+def command(
+    out: Output,
+    model: Path | None,
+    world_size: int,
+    prompts: tuple[str, ...],
+    prompts_file: Path | None,
+    tokens: int,
+    run: str,
+    prefetch_depth: int | str,
+    units: str,
+    batch_size: int,
+    memory: int | None,
+    report: bool,
+    restart: bool,
+    fault: str | None,
+) -> bool:
+    """Generate greedily on rank processes; prompts are dealt to them in turn, and each rank decodes its own.
+
+    Rank 0's first prompt is shown while it is generated. A rank that dies takes its own prompts with it and no others;
+    a stopped one delays nobody. Exit code 1: prompts were lost, or a bit differs from the replicated model's.
+    """
+    if tokens < 1 or world_size < 1 or batch_size < 1:
+        raise SpecError("--tokens, --world-size and --batch-size start at 1")
+    if restart and world_size == 1:
+        raise SpecError("--restart needs another rank, that the restarted one can join: use --world-size 2 or more")
+    folder = model or _smollm2()
+    texts = _texts(prompts, prompts_file)
+    request = {
+        "model": str(folder),
+        "num_tokens": tokens,
+        "run": run,
+        "choices": {"units": units, "prefetch_depth": prefetch_depth},
+        "report": report,
+        "fault": _fault(fault),
+        **_sizes(folder, texts, tokens, world_size, batch_size),
+    }
+    screen = Screen(out, Codec(folder), texts, world_size)
+    out.say(f"{folder.name}: {len(texts)} prompts over {world_size} ranks, in batches of {request['batch_size']}")
+    with GenerateJob(request, world_size, restart=restart, timeout_s=RUN_TIMEOUT_S) as job:
+        screen.follow(job)
+        job.run()
+        screen.finish()
+        no_report = job.run_report() if report else "not asked for"
+        results = job.end()
+    if out.debug and (failures := failure_text(results)):
+        out.say(failures)
+    if not any(story.batches is not None for story in job.stories):
+        raise_first_failure(results)
+    return _answer(out, job, screen, request, memory, no_report)
+
+
+def _answer(
+    out: Output, job: GenerateJob, screen: Screen, request: dict[str, Any], memory: int | None, no_report: str
+) -> bool:
+    rows = screen.rows(job.stories)
+    answer = summary_of(job.stories, rows, job.order)
+    found = None
+    if not no_report:
+        total = int(str(machine_facts()["memory_bytes"]))
+        found = report_of(job.stories, memory or total // len(job.stories))
+    if request["report"]:
+        show_report(out, answer, found, no_report)
+    else:
+        screen.summary(answer)
+    keys = ("run", "num_tokens", "batch_size", "cache_length")
+    facts = {"model": Path(request["model"]).name, "world_size": len(job.stories), **{k: request[k] for k in keys}}
+    out.emit(rows, **facts, **answer, report=found, no_report=no_report or None)
+    return not answer["lost"] and (found is None or bool(found["identical"]))
+
+
+def _smollm2() -> Path:
+    from graphshard.models.smollm2 import prepare_smollm2
+
+    return prepare_smollm2()
+
+
+def _texts(prompts: tuple[str, ...], file: Path | None) -> list[str]:
+    if prompts and file is not None:
+        raise SpecError("--prompt and --prompts were both given: put all prompts in the file, or none")
+    texts = list(prompts)
+    if file is not None:
+        texts = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        if not texts:
+            raise SpecError(f"--prompts {file} holds no prompt: write one a line")
+    return texts or list(PROMPTS)
+
+
+def _sizes(folder: Path, texts: list[str], num_tokens: int, world_size: int, batch_size: int) -> dict[str, Any]:
+    """Prompts as tokens, and the sizes that follow from them; the same for all ranks."""
+    config: LlamaConfig = load_llama_config(folder)
+    codec = Codec(folder)
+    prompts = [codec.encode(text, config.vocab_size) for text in texts]
+    for index, prompt in enumerate(prompts):
+        if not prompt:
+            raise SpecError(f"prompt {index} ({texts[index]!r}) has no token: write something")
+    longest = max(len(prompt) for prompt in prompts) + num_tokens - 1
+    if longest > config.max_positions:
+        raise SpecError(
+            f"a prompt of {longest - num_tokens + 1} tokens and {num_tokens} more need {longest} positions, the model "
+            f"has {config.max_positions}: use fewer --tokens"
+        )
+    length = min(config.max_positions, -(-longest // CACHE_STEP) * CACHE_STEP)
+    most = -(-len(prompts) // world_size)
+    return {"prompts": prompts, "cache_length": length, "batch_size": min(batch_size, most)}
+
+
+def _fault(text: str | None) -> list[Any] | None:
+    if text is None:
+        return None
+    name, _, where = text.partition(":")
+    rank, _, step = where.partition("@")
+    return [name, int(rank), int(step)]

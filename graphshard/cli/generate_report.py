@@ -1,0 +1,135 @@
+"""Figures of `generate`: latency, what each unit costs, what fits beside the weights; sharded beside replicated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from graphshard.bench.side_by_side import NUM_WARMUPS
+from graphshard.bench.stats import quantile, summarize
+from graphshard.cli.common import Output
+from graphshard.cli.generate_job import RankStory
+from graphshard.core.sizes import format_bytes
+from graphshard.report.tables import table_of
+
+MAX_UNIT_ROWS = 40
+"""More units than this are shown as the slowest of them and a sum; JSON has all."""
+WAYS = ("sharded", "replicated")
+
+
+def summary_of(stories: Sequence[RankStory], rows: Sequence[dict[str, Any]], order: Sequence[int]) -> dict[str, Any]:
+    """What the answer says of the whole job."""
+    step_s = [batch["step_s"] for story in stories for batch in story.batches or ()]
+    lost = [story for story in stories if story.batches is None]
+    by_rank = {story.rank: [row["prompt_index"] for row in rows if row["rank"] == story.rank] for story in lost}
+    return {
+        "tokens": [row["tokens"] for row in rows],
+        "lost": [
+            {"rank": story.rank, "prompt_indices": by_rank[story.rank], "reason": story.lost}
+            for story in lost
+            if by_rank[story.rank]
+        ],
+        "restarts": [{"rank": story.rank, "reason": reason} for story in stories for reason in story.ended],
+        "order": list(order),
+        "time_per_token_ms": _times([s * 1e3 for steps in step_s for s in steps[NUM_WARMUPS:] or steps]),
+        "ttft_ms": _times([row["ttft_ms"] for row in rows if row["ttft_ms"] is not None]),
+    }
+
+
+def report_of(stories: Sequence[RankStory], memory_bytes: int) -> dict[str, Any]:
+    """The report, from what each rank measured; `memory_bytes` is what one rank may use."""
+    reports = [story.report for story in stories if story.report is not None]
+    units = [
+        max(same, key=lambda one: one["gather_us"]) for same in zip(*(one["units"] for one in reports), strict=True)
+    ]
+    return {
+        "identical": all(one["identical"] for one in reports),
+        "memory_bytes": memory_bytes,
+        "units": units,
+        "plan": reports[0]["plan"],
+        **{way: [_of_rank(one[way], memory_bytes) for one in reports] for way in WAYS},
+    }
+
+
+def show_report(out: Output, answer: dict[str, Any], report: dict[str, Any] | None, no_report: str) -> None:
+    """Say it in tables."""
+    out.say()
+    if report is None:
+        out.say(f"no report: {no_report}")
+        return
+    _show_units(out, report)
+    rows = [_row(way, report[way]) for way in WAYS]
+    columns = {
+        "way": "weights",
+        "median": "ms a token",
+        "p99": "p99",
+        "weight_bytes": "weights a rank",
+        "kv_bytes_per_sequence": "KV a sequence",
+        "concurrency": "sequences that fit",
+        "startup_peak_rss_bytes": "start-up RSS",
+        "startup_peak_pss_bytes": "PSS",
+        "pss_bytes": "PSS of all ranks",
+    }
+    out.say(table_of(rows, columns, f"a rank of {len(report['sharded'])}, {format_bytes(report['memory_bytes'])} each"))
+    ttft = answer["ttft_ms"]
+    if ttft is not None:
+        out.say(f"first token after {ttft['median']:.3g} ms (p99 {ttft['p99']:.3g}, {ttft['n']} prompts)")
+    for reason in report["plan"]["reasons"]:
+        out.say(f"  why: {reason}")
+    same = "identical to the replicated model's, bit for bit" if report["identical"] else "NOT the replicated model's"
+    out.say(f"logits of every step are {same}")
+
+
+def _show_units(out: Output, report: dict[str, Any]) -> None:
+    units = report["units"]
+    if not units:
+        return
+    shown = sorted(units, key=lambda one: -one["gather_us"])[:MAX_UNIT_ROWS] if len(units) > MAX_UNIT_ROWS else units
+    whole = {
+        "name": f"all {len(units)} units",
+        **{key: sum(one[key] for one in units) for key in ("num_bytes", "gather_us", "compute_us")},
+    }
+    rows = [{**one, "unit_bytes": one["num_bytes"]} for one in [*shown, whole]]
+    columns = {
+        "unit": "unit",
+        "name": "name",
+        "unit_bytes": "bytes",
+        "gather_us": "gather us",
+        "compute_us": "compute us",
+    }
+    what = f"a traced step (not a timed one): {len(shown)} slowest units" if shown is not units else "a traced step"
+    out.say(table_of(rows, columns, what))
+
+
+def _row(way: str, ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    worst = {key: max(one[key] for one in ranks) for key in ("weight_bytes", "kv_bytes_per_sequence")}
+    peaks = {key: max(one[key] for one in ranks) for key in ("startup_peak_rss_bytes", "startup_peak_pss_bytes")}
+    times = [one["time_per_token_ms"] for one in ranks if one["time_per_token_ms"] is not None]
+    return {
+        "way": way,
+        **worst,
+        **peaks,
+        "median": max(one["median"] for one in times),
+        "p99": max(one["p99"] for one in times),
+        "concurrency": min(one["concurrency"] for one in ranks),
+        "pss_bytes": sum(one["pss_bytes"] for one in ranks),
+    }
+
+
+def _of_rank(found: dict[str, Any], memory_bytes: int) -> dict[str, Any]:
+    """One rank's figures; sequences that fit are what is left beside weights and other buffers, in KV caches."""
+    left = memory_bytes - found["weight_bytes"] - found["other_bytes"]
+    step_s = found["step_s"]
+    return {
+        **{key: value for key, value in found.items() if key != "step_s"},
+        "concurrency": max(0, left // found["kv_bytes_per_sequence"]),
+        "time_per_token_ms": _times([seconds * 1e3 for seconds in step_s[NUM_WARMUPS:] or step_s]),
+    }
+
+
+def _times(samples_ms: Sequence[float]) -> dict[str, float] | None:
+    if not samples_ms:
+        return None
+    one = summarize(samples_ms)
+    p99 = quantile(sorted(samples_ms), 0.99)
+    return {"median": one.median, "p10": one.p10, "p90": one.p90, "p99": p99, "n": one.n}
