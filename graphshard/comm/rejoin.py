@@ -84,9 +84,7 @@ class Newcomer(Group):
 
     def meet(self) -> Welcome:
         """What the other ranks have, for the runtime that is to be made next."""
-        welcome = _meet(self.job, self.path, self.rank, self._num_serials, self.timeout_s)
-        self._num_serials = welcome.door.serial + 1
-        return welcome
+        return _meet(self.job, self.path, self.rank, self._num_serials, self.timeout_s)
 
     def come_in(self, welcome: Welcome, own: RankRecord, digest: str) -> Doorkeeper:
         """Open this rank's door, then tell everybody that it is here. `welcome`'s records and `own` are taken over.
@@ -103,6 +101,7 @@ class Newcomer(Group):
         except BaseException:
             keeper.close()
             raise
+        self._num_serials = welcome.door.serial + 1
         return keeper
 
     def announce(self, keeper: Doorkeeper, own: RankRecord, digest: str) -> None:
