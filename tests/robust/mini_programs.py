@@ -95,6 +95,20 @@ def announce_unchecked(folder: str, job: str, rank: int, lie: str) -> str:
     return come_back_lying(folder, job, rank, lie)
 
 
+def come_back_at_the_second_attempt(folder: str, job: str, rank: int) -> str:
+    """One group, two attempts; then this rank closes properly, and its place is free again."""
+    del folder
+    group = rejoin.rejoin_group(job, rank, timeout_s=TIMEOUT_S)
+    try:
+        Mini(group, model="other")
+    except CommError:
+        mini = Mini(group)
+        mini.step()
+        mini.close()
+        return f"came in, wrong: {mini.wrong}"
+    return "was not refused"
+
+
 def step_beside_a_stopped_rank(group: Group, folder: str, num_steps: int) -> dict[str, Any]:
     """Rank 1 stops itself; the others step, and miss it only when they call for it."""
     mini = Mini(group)

@@ -17,7 +17,7 @@ from signs import Signs, is_ordered, tell
 from graphshard.comm.group import Group
 from graphshard.comm.rejoin import Newcomer
 
-LAYERS = [[12 << 20], [12 << 20], [13 << 20]]
+LAYERS = [[7 << 20], [7 << 20], [8 << 20]]
 
 
 def step(group: Group, folder: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from census import no_growth
-from mini_programs import announce_unchecked, come_back_lying, serve
+from mini_programs import announce_unchecked, come_back_at_the_second_attempt, come_back_lying, serve
 from ranks import start_processes
 from signs import Signs, until
 
@@ -154,6 +154,8 @@ def test_who_may_not_come_in_is_told_why(tmp_path: Path) -> None:
             arguments = [str(tmp_path), name, 1, lie]
             with start_processes(function, 1, *arguments, group_timeout_s=None) as liar:
                 assert str(liar.wait(60.0)[0].value).startswith(words)
+        with start_processes(come_back_at_the_second_attempt, 1, str(tmp_path), name, 1, group_timeout_s=None) as other:
+            assert other.wait(60.0)[0].value == "came in, wrong: []"
         pid = run.restart(1)
         run.await_admission(1, pid, [0, 2])
         run.stop()
