@@ -9,8 +9,10 @@ import click
 COMMANDS = {
     "demo": "Decode a real model with sharded weights on rank processes, beside the replicated model.",
     "generate": "Generate text on ranks that keep a part of the weights each, and that fail alone.",
+    "trace": "Show one step of every rank in time, for ui.perfetto.dev and as a picture.",
     "show": "Print a model, plan, layout, program, bound program or graph.",
     "verify": "Prove op lists free of races, or name every violation.",
+    "doctor": "Say what this machine can do, and why not.",
     "bench": "Measure gathers, dispatch and compile time.",
 }
 """Name and help of each command; `graphshard.cli.<name>` holds it as `command`."""
