@@ -6,7 +6,7 @@ The traced graph has more nodes than the real one, so it is never the one that i
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from graphshard.core.lowering import Compute, CopyRun, Record
@@ -61,11 +61,13 @@ def trace_step(runtime: Runtime, shape: StepShape, num_warmups: int = 3) -> list
     return list(trace_timeline(runtime, shape, num_warmups).spans)
 
 
-def trace_timeline(runtime: Runtime, shape: StepShape, num_warmups: int = 3) -> Timeline:
+def trace_timeline(
+    runtime: Runtime, shape: StepShape, num_warmups: int = 3, before_last: Callable[[], object] | None = None
+) -> Timeline:
     """Replay a traced capture of `shape` and return the timeline of its last replay.
 
-    Runs `num_warmups + 1` steps on what the inputs hold now. Collective only in that all ranks' copies then happen at
-    once, as in a real step.
+    Runs `num_warmups + 1` steps on what the inputs hold now. Not collective; but with a barrier as `before_last` all
+    ranks' copies happen at once, as in a real step.
 
     A span ends when its op was done. It begins when the op before it was done: that on the same stream; or, under the
     cooperative executor, whose one worker does everything in turn, that on any stream.
@@ -81,6 +83,8 @@ def trace_timeline(runtime: Runtime, shape: StepShape, num_warmups: int = 3) -> 
     step = TracedStep(runtime, shape, timed)
     for _ in range(num_warmups):
         step.replay()
+    if before_last is not None:
+        before_last()
     begin_us = time.monotonic_ns() / 1e3  # one clock for all processes of a machine
     ends = step.replay()
     has_one_worker = runtime.driver.is_host and runtime.plan.executor == "cooperative"

@@ -60,7 +60,7 @@ class Measure:
 
     def _trace(self, runtime: Runtime) -> None:
         units, layout = runtime.plan.units, runtime.layout
-        times = unit_times(trace_timeline(runtime, self._shape).spans)
+        times = unit_times(trace_timeline(runtime, self._shape, before_last=self._group.barrier).spans)
         for one in times:
             num_bytes = layout.units[one.unit].num_bytes
             self._units.append({**asdict(one), "name": units[one.unit].name, "num_bytes": num_bytes})

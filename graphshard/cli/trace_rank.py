@@ -39,8 +39,7 @@ def trace(group: Group, values: dict[str, Any]) -> dict[str, Any]:
         run_workload(runtime, workload, "graph")  # so that inputs and caches hold what they do in use
         group.barrier("before the timed steps")
         timed_ms = _timed_ms(runtime.graph(batch_size))
-        group.barrier("before the traced step")
-        timeline = trace_timeline(runtime, workload.shape)
+        timeline = trace_timeline(runtime, workload.shape, before_last=group.barrier)
         group.barrier("after the traced step")
         plan = runtime.plan
         return {

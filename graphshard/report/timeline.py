@@ -11,6 +11,9 @@ from graphshard.core.timeline import Span, Timeline
 COLORS = {"compute": "#4c78a8", "copy": "#f58518", "wait": "#e4e4e4"}
 """By kind of span. Waits are the time a stream stands still for another."""
 
+LETTERS = 250
+"""As many fit beside each other in a lane, about."""
+
 
 def draw_timeline(spans: Sequence[Span], path: Path, title: str, zoom_us: float | None = None) -> None:
     """Write a PNG of `spans` to `path`: the whole step, and below it the first `zoom_us` (None: a tenth of it)."""
@@ -76,7 +79,7 @@ def _draw_lanes(ax, spans: Sequence[Span], lanes: Sequence[str], limit_us: float
             ]
             ax.broken_barh(bars, (row - 0.4, 0.8), facecolor=color, edgecolor="white", linewidth=0.2)
     for span in spans:
-        if span.kind != "wait" and span.end_us - span.begin_us > limit_us / 25:
+        if span.kind != "wait" and span.duration_us > limit_us * max(1 / 25, len(span.name) / LETTERS):
             center = (span.begin_us + span.end_us) / 2e3
             ax.text(center, lanes.index(span.lane), span.name, ha="center", va="center", fontsize=6, clip_on=True)
     ax.set_yticks(range(len(lanes)), lanes)

@@ -1,0 +1,170 @@
+"""`graphshard generate` on a small random llama over processes: right tokens, whoever dies, stops or comes back.
+
+Faults are deterministic: a rank sends the signal to itself before a step that the test names.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_runner import Answer, apart, here
+from small_llama import CONFIG, write_small_llama
+
+from graphshard.bench.threads import run_threads
+from graphshard.cli.generate_rank import GenerateRequest, decode_batches, maker
+from graphshard.cli.prompts import PROMPTS, Codec
+from graphshard.comm.group import Group
+
+NUM_TOKENS = 5
+WORLD_SIZE = 3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_small_llama(tmp_path_factory.mktemp("models") / "small")
+
+
+@pytest.fixture(scope="module")
+def truth(folder: Path) -> list[list[int]]:
+    """Tokens of the replicated model, by prompt; ranks are threads."""
+    codec = Codec(folder)
+    prompts = [codec.encode(prompt, CONFIG.vocab_size) for prompt in PROMPTS]
+    request = GenerateRequest(str(folder), prompts, NUM_TOKENS, 3, 32, "graph", {}, False, "", None)
+
+    def decode(group: Group) -> list[dict[str, Any]]:
+        with maker(group, request)("replicated") as runtime:
+            return decode_batches(runtime, group, request, None)
+
+    batches = [batch for rank in run_threads(decode, WORLD_SIZE) for batch in rank]
+    tokens = {index: one for batch in batches for index, one in zip(batch["prompts"], batch["tokens"], strict=True)}
+    return [tokens[index] for index in range(len(PROMPTS))]
+
+
+def generate(folder: Path, *options: object, world_size: int = WORLD_SIZE) -> Answer:
+    plan = ["--units", "layer", "--prefetch-depth", 1]
+    line = ["generate", "--model", folder, "--world-size", world_size, "--tokens", NUM_TOKENS, *plan]
+    return apart(*line, *options, "--json", "-")
+
+
+def test_tokens_equal_the_replicated_models_and_stream_to_the_terminal(folder: Path, truth: list[list[int]]) -> None:
+    answer = generate(folder, "--report", "--memory", "1GiB")
+    assert answer.code == 0, answer.err
+    told = answer.json
+    assert told["tokens"] == truth and told["lost"] == [] and told["restarts"] == []
+    assert len({tuple(tokens) for tokens in truth}) > 1  # it is no constant
+    assert [row["rank"] for row in told["rows"]] == [index % WORLD_SIZE for index in range(len(PROMPTS))]
+    assert all(row["state"] == "done" and row["ttft_ms"] > 0 for row in told["rows"])
+    assert sorted(told["order"]) == [0, 1, 2]
+    for row in told["rows"]:
+        assert f"[rank {row['rank']}] {row['prompt']}{row['text']}" in answer.err
+    _check_report(told["report"])
+
+
+def _check_report(report: dict[str, Any]) -> None:
+    assert report["identical"] and report["memory_bytes"] == 2**30
+    assert [unit["name"] for unit in report["units"]] == ["layers.0", "layers.1", "layers.2"]
+    assert all(unit["gather_us"] > 0 and unit["compute_us"] > 0 for unit in report["units"])
+    # two caches a layer; the longest prompt has 13 tokens: 13 + 5 - 1 positions, in steps of 16
+    kv_bytes = 2 * CONFIG.num_layers * CONFIG.num_kv_heads * 32 * CONFIG.head_dim * 4
+    for way in ("sharded", "replicated"):
+        assert len(report[way]) == WORLD_SIZE
+        for rank in report[way]:
+            assert rank["kv_bytes_per_sequence"] == kv_bytes
+            left = 2**30 - rank["weight_bytes"] - rank["other_bytes"]
+            assert rank["concurrency"] == left // kv_bytes
+            assert rank["startup_peak_pss_bytes"] > 0 and rank["startup_peak_rss_bytes"] > rank["weight_bytes"]
+    sharded, replicated = report["sharded"][0], report["replicated"][0]
+    assert sharded["chunk_bytes"] > 0 and replicated["chunk_bytes"] == replicated["slot_bytes"] == 0
+
+
+@pytest.mark.parametrize("run", ["graph", "eager"])
+def test_a_killed_rank_takes_only_its_own_prompts(run: str, folder: Path, truth: list[list[int]]) -> None:
+    answer = generate(folder, "--run", run, "--fault", "SIGKILL:1@3")
+    assert answer.code == 1, answer.err
+    told, lost = answer.json, [1, 4, 7]
+    assert told["tokens"] == [None if index in lost else tokens for index, tokens in enumerate(truth)]
+    assert told["lost"] == [{"rank": 1, "prompt_indices": lost, "reason": "was killed by SIGKILL"}]
+    assert {row["reason"] for row in told["rows"] if row["state"] == "lost"} == {"rank 1 was killed by SIGKILL"}
+    assert "[rank 1] was killed by SIGKILL: prompts 1 4 7 are LOST" in answer.err
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_comes_back_and_its_tokens_are_right(victim: int, folder: Path, truth: list[list[int]]) -> None:
+    answer = generate(folder, "--restart", "--fault", f"SIGKILL:{victim}@4")
+    assert answer.code == 0, answer.err
+    assert answer.json["tokens"] == truth and answer.json["lost"] == []
+    assert answer.json["restarts"] == [{"rank": victim, "reason": "was killed by SIGKILL"}]
+    assert f"[rank {victim}] is back" in answer.err
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_stopped_rank_delays_nobody(victim: int, folder: Path, truth: list[list[int]]) -> None:
+    """It is let go on only after all others were done: that they were done at all shows that they did not wait."""
+    answer = generate(folder, "--fault", f"SIGSTOP:{victim}@3")
+    assert answer.code == 0, answer.err
+    assert answer.json["tokens"] == truth
+    assert answer.json["order"][-1] == victim
+    mine = PROMPTS[3] if victim == 0 else PROMPTS[2]
+    assert answer.err.index(PROMPTS[1]) < answer.err.index(mine)  # said while the other one stood still
+
+
+def test_a_report_without_all_ranks_says_why(folder: Path) -> None:
+    answer = generate(folder, "--restart", "--report", "--fault", "SIGKILL:1@0", world_size=2)
+    assert answer.code == 0, answer.err
+    assert answer.json["report"] is None
+    assert answer.json["no_report"] == "rank 1 died: the report needs all ranks that were started"
+
+
+def test_prompts_from_a_file_in_several_batches_and_a_rank_without_any(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("a b c\n\nd e\n")
+    answer = generate(folder, "--prompts", file, "--batch-size", 1, world_size=3)
+    assert answer.code == 0, answer.err
+    assert [row["prompt"] for row in answer.json["rows"]] == ["a b c", "d e"]
+    assert sorted(answer.json["order"]) == [0, 1, 2]  # rank 2 has none, and waits for nobody
+    apiece = generate(folder, "--prompt", "a b c", "--prompt", "d e", "--batch-size", 1, world_size=1)
+    assert apiece.json["tokens"] == answer.json["tokens"] and apiece.json["batch_size"] == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--tokens", "0"], "--tokens"),
+        (["--world-size", "1", "--restart"], "--restart needs another rank"),
+        (["--prompt", ""], "prompt 0 ('') has no token"),
+        (["--tokens", "999999"], "positions, the model has"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_bad_requests_are_said_before_ranks_are_started(options: list[str], says: str, folder: Path) -> None:
+    answer = here("generate", "--model", folder, *options)
+    assert answer.code == 2 and says in answer.err and answer.err.startswith("SpecError: ")
+
+
+def test_ranks_that_all_fail_are_one_error(folder: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_text((folder / "config.json").read_text())
+    (broken / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-64])
+    answer = generate(broken, world_size=2)
+    assert answer.code == 2, answer.err
+    assert "LoadError: [rank " in answer.err and "Traceback" not in answer.err
+
+
+def test_help_documents_the_json_and_hides_what_is_for_tests() -> None:
+    text = here("generate", "--help").out
+    assert "ttft_ms" in text and "concurrency" in text and "--fault" not in text
+
+
+@pytest.mark.slow
+def test_the_real_model_survives_a_killed_and_restarted_rank() -> None:
+    plan = ["--units", "layer", "--prefetch-depth", 0]
+    line = ["generate", "--world-size", 2, "--tokens", 8, *plan]
+    whole = apart(*line, "--report", "--json", "-", timeout_s=600)
+    assert whole.code == 0, whole.err
+    assert whole.json["report"]["identical"] and "Paris" in whole.json["rows"][0]["text"]
+    again = apart(*line, "--restart", "--fault", "SIGKILL:1@5", "--json", "-", timeout_s=600)
+    assert again.code == 0, again.err
+    assert again.json["tokens"] == whole.json["tokens"] and again.json["restarts"]
