@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from graphshard.bench.side_by_side import NUM_WARMUPS
 from graphshard.bench.stats import quantile, summarize
 from graphshard.cli.common import Output
 from graphshard.cli.generate_job import RankStory
@@ -14,6 +13,8 @@ from graphshard.report.tables import table_of
 
 MAX_UNIT_ROWS = 40
 """More units than this are shown as the slowest of them and a sum; JSON has all."""
+NUM_WARMUPS = 3
+"""Steps at the beginning of each batch that times leave out if there are others."""
 WAYS = ("sharded", "replicated")
 
 
