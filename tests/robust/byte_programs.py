@@ -9,7 +9,7 @@ from typing import Any
 from byte_model import ByteModel
 from byte_steps import compile_bytes, wrong_after
 from mini import held
-from signs import is_ordered, take_order, tell
+from signs import Stopping, take_order, tell
 
 from graphshard.comm.group import Group
 from graphshard.comm.rejoin import Newcomer
@@ -32,7 +32,8 @@ def serve(group: Group, folder: str) -> dict[str, Any]:
         tell(folder, "ready")
         pids = [page.pid for page in runtime._control.pages]
         turn = 0
-        while not is_ordered(folder, "stop"):
+        stopping = Stopping(folder)
+        while not stopping.is_due(runtime.admit):
             turn += 1
             wrong += wrong_after(runtime, model, acts[turn % 3])
             pinned |= runtime.pinned_by_dead()
@@ -45,7 +46,6 @@ def serve(group: Group, folder: str) -> dict[str, Any]:
             if ask := take_order(folder, f"step.{rank}"):
                 wrong += [line for _ in range(int(ask)) for line in wrong_after(runtime, model, acts[0])]
                 tell(folder, "stepped")
-        runtime.admit()
         wrong += wrong_after(runtime, model, graph.replay)
         return {
             "wrong": wrong,

@@ -9,7 +9,7 @@ import threading
 from typing import Any
 
 from mini import TIMEOUT_S, Mini, held
-from signs import is_ordered, take_order, tell
+from signs import Stopping, take_order, tell
 
 from graphshard._core import Calls, CaptureLock, Memory, OpList, Stream, Word
 from graphshard.comm import rejoin, rendezvous
@@ -43,14 +43,13 @@ def serve(group: Group, folder: str) -> dict[str, Any]:
     mini.step()
     before = held()
     tell(folder, "ready")
-    while not is_ordered(folder, "stop"):
+    stopping = Stopping(folder)
+    while not stopping.is_due(mini.admit):
         for admitted in mini.admit():
             tell(folder, f"admitted {admitted} {mini.control.pages[admitted].pid}")
         mini.step()
         if take_order(folder, f"die.{rank}") == "step":
             die()
-    mini.admit()
-    mini.step()
     after, states = held(), [mini.control.state(peer) for peer in range(group.world_size)]
     mini.close()
     return {"wrong": mini.wrong, "steps": mini.num_steps, "before": before, "after": after, "states": states}

@@ -48,6 +48,12 @@ class Signs:
         new.write_text(text)
         new.rename(self.folder / what)
 
+    def stop(self, ranks: Collection[int]) -> None:
+        """End all `ranks`, see `Stopping`."""
+        self.order("settle")
+        self.wait_for("settled", ranks)
+        self.order("stop")
+
     def close(self) -> None:
         os.close(self._fd)
         os.close(self._keep)
@@ -79,6 +85,21 @@ def take_order(folder: str, what: str) -> str:
         place.unlink()
         return text
     return ""
+
+
+class Stopping:
+    """How serving ranks end together: each takes in who came back, says so, and goes on until all have done so."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder, self._is_settled = folder, False
+
+    def is_due(self, settle: Callable[[], object]) -> bool:
+        """Whether it is time to end; `settle` is called once before."""
+        if not self._is_settled and is_ordered(self._folder, "settle"):
+            settle()
+            self._is_settled = True
+            tell(self._folder, "settled")
+        return is_ordered(self._folder, "stop")
 
 
 def until(condition: Callable[[], bool], what: str, limit_s: float = LIMIT_S) -> None:

@@ -48,7 +48,7 @@ class Job:
 
     def stop(self) -> list[dict[str, Any]]:
         """All ranks' reports; none has ever seen a wrong byte, and nobody keeps anything of the dead."""
-        self.signs.order("stop")
+        self.signs.stop(range(self.ranks.world_size))
         results = self.ranks.wait(60.0)
         for result in results:
             assert result.is_good, f"rank {result.rank}: {result.error}\n{result.traceback}"

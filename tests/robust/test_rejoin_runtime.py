@@ -39,7 +39,7 @@ def test_ranks_die_stop_and_come_back(tmp_path: Path) -> None:
         assert signs.wait_for("ready", pids) == pids
         for rank, pid in pids.items():
             signs.wait_for(f"admitted {rank} {pid}", [2])
-        signs.order("stop")
+        signs.stop(range(3))
         results = ranks.wait(60.0)
     for rank, result in enumerate(results):
         assert result.is_good, result.traceback
