@@ -24,7 +24,7 @@ def draw_distributions(panels: Mapping[str, Sequence[Distribution]], path: Path,
 
     matplotlib.use("Agg")  # no display; must come before pyplot
     import matplotlib.pyplot as plt
-    from matplotlib.ticker import NullFormatter, ScalarFormatter
+    from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
     tallest = max(len(distributions) for distributions in panels.values())
     size = (6.5 * len(panels), 1.2 + 0.4 * tallest)
@@ -32,6 +32,7 @@ def draw_distributions(panels: Mapping[str, Sequence[Distribution]], path: Path,
     for ax, (heading, distributions) in zip(axes[0], panels.items(), strict=True):
         ax.set_xscale("log")
         _draw_panel(ax, distributions)
+        ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         ax.xaxis.set_major_formatter(ScalarFormatter())
         ax.xaxis.set_minor_formatter(NullFormatter())
         ax.set_title(heading, loc="left")
