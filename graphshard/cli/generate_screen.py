@@ -68,7 +68,7 @@ class Screen:
                 self._writer = Typewriter(self._codec)
                 print(f"\n[rank {rank}] {self._texts[0]}", end="", flush=True)
             if self._is_paused:
-                print(f"[rank {rank}] ... ", end="", flush=True)
+                print(f"[rank {rank}] ...", end="", flush=True)
                 self._is_paused = False
             self._writer.add(message["token"])
         elif message["what"] == "ready" and message["is_newcomer"]:

@@ -40,7 +40,7 @@ class TracedStep:
         self._launcher = graph.instantiate(runtime.plan.executor)
 
     def replay(self) -> dict[int, float]:
-        """Run the step on what the inputs hold now; when each timed op was done, in us since the first of them.
+        """Run the step on what the inputs hold now; when each timed op was done, in us since one was done first.
 
         Blocks:  the host, until all streams are done, bounded by the runtime's timeout.
 
@@ -53,5 +53,7 @@ class TracedStep:
         for stream in streams:
             if not stream.synchronize(max(0.0, deadline - time.monotonic())):
                 raise CommError(f"rank {runtime.rank} waited {runtime.timeout_s:.1f} s for the end of a traced step")
-        first = self._events[min(self._events)]
-        return {i: event.elapsed_us(first) for i, event in self._events.items()}
+        one = self._events[min(self._events)]
+        done_us = {i: event.elapsed_us(one) for i, event in self._events.items()}
+        first_us = min(done_us.values())  # not always that of the first op: streams run side by side
+        return {i: us - first_us for i, us in done_us.items()}

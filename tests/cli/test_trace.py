@@ -22,7 +22,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_small_llama(tmp_path_factory.mktemp("models") / "small")
 
 
-@pytest.fixture(scope="module", params=["cooperative", "threaded"])
+@pytest.fixture(scope="module", params=["threaded", pytest.param("cooperative", marks=pytest.mark.slow)])
 def traced(request: pytest.FixtureRequest, folder: Path) -> tuple[Answer, Path, Path]:
     path, png = (folder.parent / f"{request.param}.{ending}" for ending in ("json", "png"))
     plan = ["--units", "layer", "--prefetch-depth", 1, "--executor", request.param]
