@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from graphshard.core.sizes import format_bytes
 from graphshard.report.tables import table_of
 
 MAX_UNIT_ROWS = 40
-"""More units than this are shown as the slowest of them and a sum; JSON has all."""
+"""More units than this are shown by kind; JSON has all."""
 NUM_WARMUPS = 3
 """Steps at the beginning of each batch that times leave out if there are others."""
 WAYS = ("sharded", "replicated")
@@ -65,7 +66,7 @@ def show_report(out: Output, answer: dict[str, Any], report: dict[str, Any] | No
         "median": "ms a token",
         "p99": "p99",
         "weight_bytes": "weights a rank",
-        "kv_bytes_per_sequence": "KV a sequence",
+        "kv_bytes": "KV a sequence",
         "concurrency": "sequences that fit",
         "startup_peak_rss_bytes": "start-up RSS",
         "startup_peak_pss_bytes": "PSS",
@@ -82,24 +83,27 @@ def show_report(out: Output, answer: dict[str, Any], report: dict[str, Any] | No
 
 
 def _show_units(out: Output, report: dict[str, Any]) -> None:
+    """One row a unit, or, if they are many, one for all whose names differ in numbers only."""
     units = report["units"]
     if not units:
         return
-    shown = sorted(units, key=lambda one: -one["gather_us"])[:MAX_UNIT_ROWS] if len(units) > MAX_UNIT_ROWS else units
-    whole = {
-        "name": f"all {len(units)} units",
-        **{key: sum(one[key] for one in units) for key in ("num_bytes", "gather_us", "compute_us")},
-    }
-    rows = [{**one, "unit_bytes": one["num_bytes"]} for one in [*shown, whole]]
-    columns = {
-        "unit": "unit",
-        "name": "name",
-        "unit_bytes": "bytes",
-        "gather_us": "gather us",
-        "compute_us": "compute us",
-    }
-    what = f"a traced step (not a timed one): {len(shown)} slowest units" if shown is not units else "a traced step"
-    out.say(table_of(rows, columns, what))
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for one in units:
+        name = re.sub(r"[0-9]+", "*", one["name"]) if len(units) > MAX_UNIT_ROWS else one["name"]
+        groups.setdefault(name, []).append(one)
+    rows = [
+        {"name": name, "num": len(same), **{key: _median(same, key) for key in ("gather_us", "compute_us")}}
+        | {"unit_bytes": max(one["num_bytes"] for one in same)}
+        for name, same in groups.items()
+    ]
+    sums = {key: sum(one[key] for one in units) for key in ("gather_us", "compute_us")}
+    rows.append({"name": "all", "num": len(units), **sums, "unit_bytes": sum(one["num_bytes"] for one in units)})
+    columns = {"name": "units", "num": "n", "unit_bytes": "bytes", "gather_us": "gather us", "compute_us": "compute us"}
+    out.say(table_of(rows, columns, "a traced step, not a timed one (medians, and the sum)"))
+
+
+def _median(rows: Sequence[dict[str, Any]], key: str) -> float:
+    return summarize([row[key] for row in rows]).median
 
 
 def _row(way: str, ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -109,6 +113,7 @@ def _row(way: str, ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {
         "way": way,
         **worst,
+        "kv_bytes": worst["kv_bytes_per_sequence"],
         **peaks,
         "median": max(one["median"] for one in times),
         "p99": max(one["p99"] for one in times),
