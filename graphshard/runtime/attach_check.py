@@ -137,6 +137,10 @@ _READ_ONLY = "a sharded weight is read only, since its slot is overwritten; keep
 class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every ATen call of one thread."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports torch._dynamo, a second and 70 MiB in every process, to disable it here
+
     def __init__(self, watch: WeightWatch) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._watch = watch

@@ -84,6 +84,10 @@ def record(run: Callable[[], None], arena: Arena, where: str = "") -> Tape:
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The dispatch mode that sees every ATen call of the recording thread."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports torch._dynamo, a second and 70 MiB in every process, to disable it here
+
     def __init__(self, arena: Arena) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[Call] = []
