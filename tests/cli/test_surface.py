@@ -12,7 +12,15 @@ from graphshard.cli import COMMANDS, cli
 from graphshard.cli.common import EXIT_OUR_FAULT, exit_code
 from graphshard.core.errors import CommError, DeviceError, LoadError, ProgramError, SpecError
 
-COMMAND_LINES = [["demo"], ["show"], ["verify"], ["bench", "gather"], ["bench", "dispatch"], ["bench", "compile"]]
+COMMAND_LINES = [
+    ["demo"],
+    ["generate"],
+    ["show"],
+    ["verify"],
+    ["trace"],
+    ["doctor"],
+    *(["bench", name] for name in ("gather", "dispatch", "compile", "step")),
+]
 
 
 @pytest.mark.parametrize("line", COMMAND_LINES, ids=" ".join)
