@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from graphshard.core.errors import ProgramError, SpecError
 from graphshard.core.sizes import DTYPE_BITS
 from graphshard.core.specs import BufferSpec, ModelSpec, SegmentSpec, StepShape, WeightSpec
-from graphshard.runtime.attach_layers import LayerStack
+from graphshard.runtime.attach.layers import LayerStack
 from graphshard.runtime.model import Segment, StepState
 
 ATTACHED = "_graphshard_attached"

@@ -18,12 +18,12 @@ from graphshard.core.plan import Plan
 from graphshard.core.sizes import format_bytes
 from graphshard.core.specs import ModelSpec
 from graphshard.device.base import Device
-from graphshard.runtime.attach_check import WeightWatch
-from graphshard.runtime.attach_guard import Guard
-from graphshard.runtime.attach_hooks import LayerHooks
-from graphshard.runtime.attach_layers import LayerStack, find_layers
-from graphshard.runtime.attach_source import ModuleSource, check_replicated
-from graphshard.runtime.attach_spec import ModuleSegments, ModuleSpec, module_spec
+from graphshard.runtime.attach.check import WeightWatch
+from graphshard.runtime.attach.guard import Guard
+from graphshard.runtime.attach.hooks import LayerHooks
+from graphshard.runtime.attach.layers import LayerStack, find_layers
+from graphshard.runtime.attach.source import ModuleSource, check_replicated
+from graphshard.runtime.attach.spec import ModuleSegments, ModuleSpec, module_spec
 from graphshard.runtime.bind import Hooks
 from graphshard.runtime.build import Agreed, build_runtime
 from graphshard.runtime.compiled import Compiled

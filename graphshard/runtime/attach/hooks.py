@@ -10,8 +10,8 @@ from torch.utils._pytree import tree_iter
 from torch.utils.hooks import RemovableHandle
 
 from graphshard.core.errors import ProgramError
-from graphshard.runtime.attach_check import WeightWatch
-from graphshard.runtime.attach_layers import LayerStack
+from graphshard.runtime.attach.check import WeightWatch
+from graphshard.runtime.attach.layers import LayerStack
 from graphshard.runtime.loop import StepLoop
 from graphshard.runtime.runtime import Runtime
 

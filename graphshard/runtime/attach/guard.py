@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from graphshard.core.errors import ProgramError
-from graphshard.runtime.attach_spec import ATTACHED, Holder
+from graphshard.runtime.attach.spec import ATTACHED, Holder
 
 _GUARDS = "_graphshard_guards"
 """On each guarded module: the attachments that guard it (two lists of layers of one module may be attached)."""

@@ -1,0 +1,5 @@
+"""Attaching: any module with a list of layers, sharded in place."""
+
+from graphshard.runtime.attach.attached import Attached, attach_module
+
+__all__ = ["Attached", "attach_module"]
