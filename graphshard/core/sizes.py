@@ -38,7 +38,7 @@ _BYTES_TEXT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 def dtype_bits(dtype: str) -> int:
     """Bits of one element of `dtype`; SpecError with the known names if it is none of torch's."""
-    bits = DTYPE_BITS.get(dtype)
+    bits = DTYPE_BITS.get(dtype) if isinstance(dtype, str) else None
     if bits is None:
         raise SpecError(f"unknown dtype {dtype!r}; known are {', '.join(sorted(DTYPE_BITS))}")
     return bits

@@ -6,9 +6,10 @@ reads. A *model* is weights in a canonical order and segments in the order in wh
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, get_args
 
 from graphshard.core.errors import SpecError
 from graphshard.core.sizes import dtype_bits, num_bytes
@@ -32,10 +33,11 @@ class WeightSpec:
 
     def __post_init__(self) -> None:
         dtype_bits(self.dtype)  # raises SpecError with the known names
-        if any(size < 0 for size in self.shape):
-            raise SpecError(f"weight {self.name}: shape {self.shape} has a negative size")
-        if self.strides is not None and len(self.strides) != len(self.shape):
-            raise SpecError(f"weight {self.name}: {len(self.strides)} strides for {len(self.shape)} dimensions")
+        _check_sizes(f"weight {self.name}: shape", self.shape)
+        if self.strides is not None:
+            _check_sizes(f"weight {self.name}: strides", self.strides)
+            if len(self.strides) != len(self.shape):
+                raise SpecError(f"weight {self.name}: {len(self.strides)} strides for {len(self.shape)} dimensions")
 
     @property
     def num_bytes(self) -> int:
@@ -70,6 +72,17 @@ class BufferSpec:
     role: BufferRole
     home: BufferHome = "private"
 
+    def __post_init__(self) -> None:
+        where = f"buffer {self.name}"
+        dtype_bits(self.dtype)
+        _check_sizes(f"{where}: shape", self.shape)
+        if self.role not in get_args(BufferRole):
+            raise SpecError(f"{where}: unknown role {self.role!r}; known are {', '.join(get_args(BufferRole))}")
+        if self.home not in get_args(BufferHome):
+            raise SpecError(f"{where}: unknown home {self.home!r}; known are {', '.join(get_args(BufferHome))}")
+        if self.home == "window":
+            raise SpecError(f'{where}: home "window" (memory that other ranks may map) is not there yet: use "private"')
+
     @property
     def num_bytes(self) -> int:
         """Bytes of the contiguous buffer."""
@@ -90,7 +103,11 @@ class ModelSpec:
             twice = sorted({name for name in names if names.count(name) > 1})
             raise SpecError(f"model {self.name}: weights named twice: {', '.join(twice)}")
         known = set(names)
+        paths: set[str] = set()
         for segment in self.segments:
+            if segment.path in paths:
+                raise SpecError(f"model {self.name}: two segments are called {segment.path}; give each its own name")
+            paths.add(segment.path)
             missing = [name for name in segment.reads if name not in known]
             if missing:
                 raise SpecError(f"model {self.name}: segment {segment.path} reads unknown weights {missing}")
@@ -124,8 +141,12 @@ class StepShape:
     tokens_per_sequence: int = 1
 
     def __post_init__(self) -> None:
-        if self.batch_size < 1 or self.tokens_per_sequence < 1:
-            raise SpecError(f"step shape {self}: batch_size and tokens_per_sequence start at 1")
+        for value in (self.batch_size, self.tokens_per_sequence):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise SpecError(
+                    f"step shape {self}: batch_size and tokens_per_sequence are whole numbers that start at 1, "
+                    f"not {value!r}"
+                )
 
     def __str__(self) -> str:
         return f"{self.batch_size}x{self.tokens_per_sequence}"
@@ -150,3 +171,11 @@ class LinkSpec:
     name: str
     bytes_per_s: float
     latency_us: float
+
+
+def _check_sizes(what: str, values: object) -> None:
+    """SpecError unless `values` is a sequence of whole numbers from 0 on."""
+    if not isinstance(values, Sequence) or not all(isinstance(n, int) and not isinstance(n, bool) for n in values):
+        raise SpecError(f"{what} {values!r} is not made of whole numbers")
+    if any(n < 0 for n in values):
+        raise SpecError(f"{what} {values!r} has a negative size")

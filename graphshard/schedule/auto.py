@@ -49,7 +49,7 @@ def make_plan(model: ModelSpec, world_size: int, device: DeviceSpec, **options: 
         raise SpecError(f"world_size is {world_size!r}: a plan needs at least one rank")
     asked = PlanOptions(**options)
     plans = (_plan(model, world_size, asked, choice) for choice in _choices(asked, world_size, device))
-    limit = asked.memory_limit_bytes
+    limit = asked.memory_limit
     return next(plans) if limit is None else _first_that_fits(model, plans, limit, device.granularity_bytes)
 
 
@@ -60,7 +60,7 @@ def _choices(asked: PlanOptions, world_size: int, device: DeviceSpec) -> list[Ch
     if world_size == 1 and asked.units == AUTO:
         return [_kept(asked, "one rank: a gather would only copy the rank's own bytes")]
     best = _best(asked, device)
-    if asked.memory_limit_bytes is None:
+    if asked.memory_limit is None:
         return [best]
     units = "weight" if asked.units == AUTO else best.units
     depths = [best.prefetch_depth, 0] if asked.prefetch_depth == AUTO else [best.prefetch_depth]

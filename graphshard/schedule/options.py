@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from graphshard.core.errors import SpecError
 from graphshard.core.plan import Executor, HeadPolicy, Transport
+from graphshard.core.sizes import parse_bytes
 from graphshard.core.specs import StepShape
 from graphshard.schedule.units import DEFAULT_MIN_SHARD_BYTES, unit_cap
 
 AUTO: Literal["auto"] = "auto"
 AutoExecutor = Literal["auto", "cooperative", "threaded"]
+MAX_COPY_STREAMS = 64
+"""More would be threads or queues that no machine runs side by side."""
+MIN_ALIGNMENT_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +45,14 @@ class PlanOptions:
     """Shard weights outside the layers too (embedding, head)."""
     alignment_bytes: int = 256
     num_copy_streams: int = 1
-    memory_limit_bytes: int | None = None
-    """For one rank's chunks, slots and resident weights, each rounded up to the device's granularity."""
+    memory_limit_bytes: int | str | None = None
+    """For one rank's chunks, slots and resident weights, each rounded up to the device's granularity; or `1GiB`."""
     replicated: bool = False
-    """Keep every weight resident."""
+    """Keep every weight resident; says no more about units, slots and patterns than that there are none."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.units, str):
+            raise SpecError(f"units is {self.units!r}, not a text: write layer, weight, bytes:4MiB or auto")
         if self.units != AUTO:
             unit_cap(self.units)  # raises SpecError with the known policies
         _check_known("head policy", self.head, get_args(HeadPolicy))
@@ -55,14 +61,68 @@ class PlanOptions:
         _check_at_least("prefetch_depth", self.prefetch_depth, 0)
         _check_at_least("num_slots", self.num_slots, 1)
         _check_at_least("num_copy_streams", self.num_copy_streams, 1)
+        if self.num_copy_streams > MAX_COPY_STREAMS:
+            raise SpecError(f"num_copy_streams is {self.num_copy_streams}; at most {MAX_COPY_STREAMS} are of any use")
         _check_at_least("min_shard_bytes", self.min_shard_bytes, 0)
+        _check_alignment(self.alignment_bytes)
+        for name in ("outside_layers", "replicated"):
+            if not isinstance(getattr(self, name), bool):
+                raise SpecError(f"{name} is {getattr(self, name)!r}; it is True or False")
+        object.__setattr__(self, "include", _patterns("include", self.include))
+        object.__setattr__(self, "exclude", _patterns("exclude", self.exclude))
+        object.__setattr__(self, "step_shapes", capture_shapes(self.step_shapes))
+        if self.memory_limit is not None:
+            _check_at_least("memory_limit_bytes", self.memory_limit, 0)
+        if self.replicated:
+            self._check_nothing_is_cut()
+
+    @property
+    def memory_limit(self) -> int | None:
+        """`memory_limit_bytes` as a number."""
+        limit = self.memory_limit_bytes
+        return parse_bytes(limit) if isinstance(limit, str) else limit
+
+    def _check_nothing_is_cut(self) -> None:
+        """SpecError if something was asked for that only sharded weights have."""
+        asked = {
+            "units": self.units != AUTO,
+            "prefetch_depth": self.prefetch_depth != AUTO,
+            "num_slots": self.num_slots != AUTO,
+            "include": bool(self.include),
+            "outside_layers": self.outside_layers,
+        }
+        names = [name for name, is_asked in asked.items() if is_asked]
+        if names:
+            raise SpecError(
+                f"a replicated plan keeps every weight resident, and {', '.join(names)} "
+                f"({', '.join(repr(getattr(self, name)) for name in names)}) asks for sharded ones: leave out one or "
+                "the other"
+            )
 
 
 def capture_shapes(step_shapes: Sequence[StepShape | int]) -> tuple[StepShape, ...]:
     """Step shapes, sorted and each once; an int b is `StepShape(b, 1)`."""
+    if isinstance(step_shapes, str | int | StepShape) or not isinstance(step_shapes, Iterable):
+        raise SpecError(f"step shapes are {step_shapes!r}, not a sequence: write [1, 2, 4]")
+    step_shapes = tuple(step_shapes)
     if not step_shapes:
         raise SpecError("no step shape to capture: name at least one batch size, as in capture_sizes=[1]")
     return tuple(sorted({shape if isinstance(shape, StepShape) else StepShape(shape) for shape in step_shapes}))
+
+
+def _patterns(what: str, patterns: Sequence[str]) -> tuple[str, ...]:
+    """`patterns` as a tuple; a text is one pattern, not its letters."""
+    if isinstance(patterns, str):
+        return (patterns,)
+    found = tuple(patterns) if isinstance(patterns, Iterable) else (patterns,)
+    if not all(isinstance(one, str) for one in found):
+        raise SpecError(f"{what} is {patterns!r}; it is a sequence of patterns, as in ['*.mlp.*']")
+    return found
+
+
+def _check_alignment(value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < MIN_ALIGNMENT_BYTES or value & (value - 1):
+        raise SpecError(f"alignment_bytes is {value!r}; it is a power of two from {MIN_ALIGNMENT_BYTES} on, as 256 is")
 
 
 def _check_known(what: str, name: object, known: Sequence[str]) -> None:
@@ -71,5 +131,5 @@ def _check_known(what: str, name: object, known: Sequence[str]) -> None:
 
 
 def _check_at_least(what: str, value: int | str, least: int) -> None:
-    if value != AUTO and (not isinstance(value, int) or value < least):
+    if value != AUTO and (not isinstance(value, int) or isinstance(value, bool) or value < least):
         raise SpecError(f"{what} is {value!r}; it is a whole number that starts at {least}")

@@ -88,8 +88,28 @@ def test_a_layer_with_no_bytes_issues_no_gather() -> None:
         ({"prefetch_depth": "deep"}, "prefetch_depth is 'deep'"),
         ({"num_slots": 0}, "num_slots is 0; it is a whole number that starts at 1"),
         ({"num_copy_streams": 0}, "num_copy_streams is 0"),
+        ({"num_copy_streams": 65}, "num_copy_streams is 65; at most 64"),
+        ({"num_slots": True}, "num_slots is True; it is a whole number"),
+        ({"prefetch_depth": 1.0}, "prefetch_depth is 1.0; it is a whole number"),
+        ({"units": 4}, "units is 4, not a text: write layer"),
+        ({"alignment_bytes": 100}, "alignment_bytes is 100; it is a power of two from 16 on"),
+        ({"alignment_bytes": 8}, "alignment_bytes is 8; it is a power of two from 16 on"),
+        ({"alignment_bytes": "256"}, "alignment_bytes is '256'"),
+        ({"memory_limit_bytes": "lots"}, "'lots' is not a number of bytes"),
+        ({"memory_limit_bytes": 1.5}, "memory_limit_bytes is 1.5; it is a whole number"),
+        ({"memory_limit_bytes": -1}, "memory_limit_bytes is -1; it is a whole number that starts at 0"),
+        ({"include": 3}, "include is 3; it is a sequence of patterns"),
+        ({"exclude": [None]}, r"exclude is \[None\]; it is a sequence of patterns"),
+        ({"outside_layers": "no"}, "outside_layers is 'no'; it is True or False"),
+        ({"step_shapes": 4}, r"step shapes are 4, not a sequence: write \[1, 2, 4\]"),
+        ({"step_shapes": ("4",)}, "whole numbers that start at 1, not '4'"),
+        (
+            {"replicated": True, "units": "layer"},
+            r"a replicated plan keeps every weight resident, and units \('layer'\)",
+        ),
+        ({"replicated": True, "prefetch_depth": 1, "include": "*"}, "and prefetch_depth, include "),
         ({"step_shapes": ()}, r"no step shape to capture: name at least one batch size, as in capture_sizes=\[1\]"),
-        ({"step_shapes": (0,)}, "batch_size and tokens_per_sequence start at 1"),
+        ({"step_shapes": (0,)}, "whole numbers that start at 1, not 0"),
         ({"exclude": ["x.*"]}, r"pattern 'x\.\*' matches no weight"),
         ({"prefetch_depth": 1, "num_slots": 1}, "num_slots 1 is too few .* the smallest that works is 2"),
     ],
@@ -98,6 +118,13 @@ def test_requests_that_cannot_be_met(options: dict[str, Any], message: str) -> N
     world_size = options.pop("world_size", 2)
     with pytest.raises(SpecError, match=message):
         make_plan(LLAMA, world_size, HOST, **options)
+
+
+def test_one_pattern_and_a_size_may_be_texts() -> None:
+    assert make_plan(LLAMA, 2, HOST, exclude="*q_proj*") == make_plan(LLAMA, 2, HOST, exclude=["*q_proj*"])
+    assert make_plan(LLAMA, 2, HOST, memory_limit_bytes="8 GiB") == make_plan(LLAMA, 2, HOST, memory_limit_bytes=2**33)
+    with pytest.raises(SpecError, match=r"no plan fits 1\.0 KiB"):
+        make_plan(LLAMA, 2, HOST, memory_limit_bytes="1KiB")
 
 
 def test_slots_that_would_never_be_filled_are_not_reserved() -> None:
