@@ -95,6 +95,8 @@ def _read_header(
         header = json.loads(file.read(header_bytes), object_pairs_hook=_unique_pairs)
     except ValueError as error:  # UnicodeDecodeError too
         raise LoadError(f"{path}: its header is not valid JSON ({error})") from None
+    except RecursionError:
+        raise LoadError(f"{path}: its header is nested deeper than any of this format's; download it again") from None
     if not isinstance(header, dict):
         raise LoadError(f"{path}: its header is a JSON {type(header).__name__}, not an object")
     metadata = header.pop("__metadata__", {})
@@ -118,7 +120,7 @@ def _entry(path: Path, name: str, fields: Any, data: int) -> TensorEntry:
     if not isinstance(fields, dict) or not {"dtype", "shape", "data_offsets"} <= fields.keys():
         raise LoadError(f"{where} lacks one of dtype, shape, data_offsets")
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
-    if dtype not in TORCH_DTYPES:
+    if not isinstance(dtype, str) or dtype not in TORCH_DTYPES:
         raise LoadError(f"{where} has dtype {dtype!r}; known are {', '.join(TORCH_DTYPES)}")
     if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise LoadError(f"{where} has shape {shape} and data_offsets {offsets}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,25 @@ from graphshard.core.sizes import dtype_bits
 
 MODEL_TYPES = ("llama", "mistral")
 ROPE_TYPES = ("default", "linear", "llama3")
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+MAX_LAYERS = 10_000
+"""More is a mistake in the file: each layer is seven segments."""
+
+
+_COUNTS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "max_positions",
+)
+
+
+def _check_positive(name: str, value: float) -> None:
+    if not 0 < value < math.inf:
+        raise SpecError(f"llama config: {name} is {value!r}, must be a finite number above 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +45,10 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_positions: int = 8192
+
+    def __post_init__(self) -> None:
+        for name in ("theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_positions"):
+            _check_positive(f"rope {name}", getattr(self, name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +73,14 @@ class LlamaConfig:
 
     def __post_init__(self) -> None:
         dtype_bits(self.dtype)
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"):
+        if self.dtype not in DTYPES:
+            raise SpecError(f"llama config: dtype is {self.dtype}, a llama computes in one of {', '.join(DTYPES)}")
+        for name in _COUNTS:
             if getattr(self, name) < 1:
                 raise SpecError(f"llama config: {name} is {getattr(self, name)}, must be at least 1")
+        if self.num_layers > MAX_LAYERS:
+            raise SpecError(f"llama config: num_layers is {self.num_layers}, more than the {MAX_LAYERS} of any model")
+        _check_positive("norm_eps", self.norm_eps)
         if self.num_heads % self.num_kv_heads:
             raise SpecError(
                 f"llama config: num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}"
@@ -73,6 +102,8 @@ def load_llama_config(path: Path) -> LlamaConfig:
         raise SpecError(f"no model config: {file} cannot be read ({error.strerror}); give a model's folder") from None
     except ValueError as error:
         raise SpecError(f"{file} is not JSON: {error}") from None
+    except RecursionError:
+        raise SpecError(f"{file} is nested deeper than any config: give a model's folder") from None
     if not isinstance(values, dict):
         raise SpecError(f"{file} holds a {type(values).__name__}, not an object of settings")
     return llama_config(values, str(file))
@@ -92,7 +123,6 @@ def llama_config(values: Mapping[str, Any], where: str = "config") -> LlamaConfi
         raise keys.wrong(
             "head_dim", f"is not given, and hidden_size {hidden_size} is not a multiple of {num_heads} heads"
         )
-    eos = values.get("eos_token_id")
     return LlamaConfig(
         vocab_size=keys.integer("vocab_size"),
         hidden_size=hidden_size,
@@ -108,7 +138,7 @@ def llama_config(values: Mapping[str, Any], where: str = "config") -> LlamaConfi
         mlp_bias=keys.boolean("mlp_bias", False),
         dtype=keys.text("dtype", keys.text("torch_dtype", "float32")),
         max_positions=keys.integer("max_position_embeddings", 2048),
-        eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (keys.integer("eos_token_id"),),
+        eos_token_ids=keys.integers("eos_token_id"),
     )
 
 
@@ -171,10 +201,25 @@ class _Keys:
             raise self.wrong(key, f"is {value!r}, not an integer")
         return value
 
+    def integers(self, key: str) -> tuple[int, ...]:
+        """Of a list, or one; none if it is missing."""
+        value = self.values.get(key)
+        if value is None:
+            return ()
+        if not isinstance(value, list):
+            return (self.integer(key),)
+        wrong = [one for one in value if isinstance(one, bool) or not isinstance(one, int)]
+        if wrong:
+            raise self.wrong(key, f"holds {wrong[0]!r}, not an integer")
+        return tuple(value)
+
     def number(self, key: str, default: float | None = None) -> float:
+        """A number above 0: all that this file has are."""
         value = self._value(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.wrong(key, f"is {value!r}, not a number")
+        if not 0 < value < math.inf:
+            raise self.wrong(key, f"is {value!r}, not a finite number above 0")
         return float(value)
 
     def boolean(self, key: str, default: bool) -> bool:

@@ -81,6 +81,8 @@ MALFORMED: list[tuple[str, Callable[[Path], object]]] = [
     (r"3 bytes after the last tensor belong to none", lambda p: _write(p, GOOD, b"x" * 15)),
     (r"tensor a lacks one of", lambda p: _write(p, {"a": {"dtype": "F32"}})),
     (r"tensor a has dtype 'F33'; known are BOOL, U8", lambda p: _write(p, {"a": _entry("F33", [1], 0, 4)})),
+    (r"tensor a has dtype \['F32'\]; known", lambda p: _write(p, {"a": _entry(["F32"], [1], 0, 4)})),  # type: ignore[arg-type]
+    (r"header is nested deeper", lambda p: _write(p, b'{"a": ' + b"[" * 200_000)),
     (r"tensor a has shape \[-1\]", lambda p: _write(p, {"a": _entry("F32", [-1], 0, 4)})),
     (r"tensor a has shape \[1.5\]", lambda p: _write(p, {"a": _entry("F32", [1.5], 0, 4)})),  # type: ignore[list-item]
     (

@@ -74,6 +74,16 @@ def test_rope_of_either_generation(more: dict[str, Any], rope: RopeConfig) -> No
         ({"rope_scaling": 2}, "rope_scaling is 2, not an object"),
         ({"dtype": "float33"}, "unknown dtype 'float33'"),
         ({"eos_token_id": "x"}, "eos_token_id is 'x', not an integer"),
+        ({"eos_token_id": [1, "x"]}, "eos_token_id holds 'x', not an integer"),
+        ({"eos_token_id": [True]}, "eos_token_id holds True, not an integer"),
+        ({"dtype": "int8"}, "dtype is int8, a llama computes in one of float32, bfloat16, float16, float64"),
+        ({"rms_norm_eps": -1e-6}, "rms_norm_eps is -1e-06, not a finite number above 0"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan, not a finite number above 0"),
+        ({"rope_theta": float("inf")}, "rope_theta is inf, not a finite number above 0"),
+        ({"rope_theta": 0}, "rope_theta is 0, not a finite number above 0"),
+        ({"rope_scaling": {"type": "linear", "factor": 0.0}}, "rope_scaling: factor is 0.0, not a finite number"),
+        ({"max_position_embeddings": 0}, "max_positions is 0, must be at least 1"),
+        ({"num_hidden_layers": 10_001}, "num_layers is 10001, more than the 10000"),
     ],
 )
 def test_what_cannot_be_read_names_the_key(more: dict[str, Any], message: str) -> None:
@@ -95,4 +105,7 @@ def test_files(tmp_path: Path) -> None:
     assert load_llama_config(tmp_path).eos_token_ids == (2, 3)
     file.write_text(json.dumps({}))
     with pytest.raises(SpecError, match=r"config\.json: model_type is missing"):
+        load_llama_config(tmp_path)
+    file.write_text('{"a": ' + "[" * 200_000)
+    with pytest.raises(SpecError, match=r"config\.json is nested deeper than any config"):
         load_llama_config(tmp_path)
