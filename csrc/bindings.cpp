@@ -325,7 +325,12 @@ void bind_control_page(nb::module_& m) {
       .def_prop_ro("address", &Word::address)
       .def_prop_ro("value", &Word::load)
       .def("store", &Word::store, "value"_a)
-      .def("wait", &Word::wait, "value"_a, "timeout_s"_a, nb::call_guard<ReleasedGil>());
+      .def(
+          "wait",
+          [](const Word& word, uint32_t value, double timeout_s) {
+            return wait_bounded(timeout_s, [&](int64_t slice_ns) { return word.wait(value, slice_ns); });
+          },
+          "value"_a, "timeout_s"_a);
 
   nb::class_<ControlPage>(m, "ControlPage")
       .def(nb::new_(&ControlPage::create))

@@ -18,6 +18,7 @@ from graphshard.runtime.bind import Hooks
 from graphshard.runtime.build import agree_on_device, build_runtime
 from graphshard.runtime.compiled import Compiled, compile_plan
 from graphshard.runtime.model import SegmentedModel
+from graphshard.runtime.replicated import check_source
 from graphshard.runtime.runtime import Runtime
 from graphshard.runtime.source import open_source
 from graphshard.schedule.auto import make_plan
@@ -59,9 +60,12 @@ def compile(  # the field's verb, as in torch.compile; always used as graphshard
     if isinstance(device, str):
         device = open_device(device, num_ranks=group.world_size)
     shapes = [StepShape(*size) if isinstance(size, tuple) else StepShape(size) for size in capture_sizes]
-    source, hooks = (lambda: open_source(checkpoint)), hooks or Hooks()
+    hooks = hooks or Hooks()
     with agree_on_device(group, device) as agreed:
         compiled = group.agree("plan", lambda: _compile(model.spec(), group, agreed.spec, plan, shapes, choices))
+        source = group.agree("checkpoint", lambda: open_source(checkpoint))
+        if agreed.welcome is None:  # a rank that came back is alone; its shards' checksums are compared
+            check_source(group, compiled.model, source)
         runtime = build_runtime(compiled, model, source, group, device, agreed=agreed, timeout_s=timeout_s, hooks=hooks)
     try:
         if shapes:
@@ -139,7 +143,5 @@ def _compile(
     if plan not in ("auto", "replicated"):
         raise SpecError(f"unknown plan {plan!r}; known: auto, replicated, or a graphshard.Plan")
     shapes = shapes or [StepShape(1)]
-    return compile_plan(
-        model,
-        make_plan(model, group.world_size, device, replicated=plan == "replicated", step_shapes=shapes, **choices),
-    )
+    made = make_plan(model, group.world_size, device, replicated=plan == "replicated", step_shapes=shapes, **choices)
+    return compile_plan(model, made)

@@ -43,12 +43,11 @@ void Word::store(uint32_t value) {
 
 uint32_t Word::load() const { return __atomic_load_n(pointer(), __ATOMIC_ACQUIRE); }
 
-bool Word::wait(uint32_t value, double timeout_s) const {
+bool Word::wait(uint32_t value, int64_t timeout_ns) const {
   for (int i = 0; i < kSpins; ++i) {
     if (reached(value)) return true;
   }
-  const auto deadline =
-      Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_s));
+  const auto deadline = Clock::now() + std::chrono::nanoseconds(timeout_ns);
   for (;;) {
     const uint32_t seen = load();
     if (static_cast<int32_t>(seen - value) >= 0) return true;

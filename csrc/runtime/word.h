@@ -18,8 +18,8 @@ class Word {
   CUdeviceptr address() const { return memory_->address() + offset_; }
   void store(uint32_t value);
   uint32_t load() const;
-  // Until the word, as a signed difference, is >= `value`; false if `timeout_s` passed first.
-  bool wait(uint32_t value, double timeout_s) const;
+  // Until the word, as a signed difference, is >= `value`; false if `timeout_ns` passed first.
+  bool wait(uint32_t value, int64_t timeout_ns) const;
 
  private:
   uint32_t* pointer() const { return reinterpret_cast<uint32_t*>(address()); }

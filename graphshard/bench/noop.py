@@ -43,7 +43,7 @@ def noop_runtime(model: ModelSpec, plan: Plan, group: Group, timeout_s: float = 
     return build_runtime(
         compile_plan(model, plan),
         NoopModel(model),
-        lambda: TensorSource(weights),
+        TensorSource(weights),
         group,
         open_device("host"),
         timeout_s=timeout_s,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -68,6 +69,11 @@ class Checkpoint:
         """
         for spec in specs:
             self.read(spec)
+
+    def identity(self) -> str:
+        """Device, inode, size and time of change of each file: equal for the very same files."""
+        stats = [os.stat(path) for path in sorted({str(file.path) for file in self._files.values()})]
+        return " ".join(f"{s.st_dev}:{s.st_ino}:{s.st_size}:{s.st_mtime_ns}" for s in stats)
 
     def _file(self, name: str) -> SafetensorsFile:
         file = self._files.get(name)

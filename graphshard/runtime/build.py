@@ -6,7 +6,7 @@ agree on is compared before a graph is captured.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 
@@ -66,7 +66,7 @@ def agreed_device_spec(group: Group, device: Device) -> DeviceSpec:
 def build_runtime(
     compiled: Compiled,
     segmented: SegmentedModel,
-    source: Callable[[], WeightSource],
+    source: WeightSource,
     group: Group,
     device: Device,
     *,
@@ -91,7 +91,7 @@ def build_runtime(
 
     # apart from loading: a source may give up its copies, which must not happen if a peer has too little memory
     memory = group.agree("reserve", lambda: RuntimeMemory(device, layout, buffers))
-    checksums = group.agree("load", lambda: _load(compiled, group.rank, memory, source()))
+    checksums = group.agree("load", lambda: _load(compiled, group.rank, memory, source))
     if welcome is not None:
         welcome.check_checksums(checksums)
     control, transport = _meet_peers(group, device, layout, memory, checksums, welcome)

@@ -6,13 +6,14 @@ torch and compute runs on a stream's thread, so each call sets them itself.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from graphshard._core import Calls
-from graphshard.core.errors import SpecError
+from graphshard.core.errors import ProgramError, SpecError
 from graphshard.core.layout import Layout, WeightView
 from graphshard.core.lowering import Compute
 from graphshard.core.plan import Plan
@@ -20,7 +21,19 @@ from graphshard.core.specs import ModelSpec, StepShape
 from graphshard.runtime.arena import Arena
 from graphshard.runtime.memory import RuntimeMemory
 from graphshard.runtime.model import Segment, SegmentedModel, StepState
-from graphshard.runtime.record import record
+from graphshard.runtime.record import Tape, record
+
+_running = threading.local()
+"""`segment`: the path of the segment that runs on this thread, if one does."""
+
+
+def refuse_inside_segment(what: str) -> None:
+    """ProgramError if a segment asks for `what`: it would wait for the step that it is a part of."""
+    segment = getattr(_running, "segment", None)
+    if segment is not None:
+        raise ProgramError(
+            f"segment {segment} calls {what} while it runs: a step cannot wait for itself; call it after"
+        )
 
 
 def segment_weights(
@@ -73,32 +86,34 @@ class ComputeTable:
         state = self._states[shape]
         return Calls([_eager_call(state, self._segments[op.begin : op.end]) for op in computes])
 
-    def captured(self, shape: StepShape, computes: Sequence[Compute]) -> Calls:
+    def captured(self, shape: StepShape, computes: Sequence[Compute], show: Callable[[int, int], None]) -> Calls:
         """Calls that replay what the segments do now. Buffers are as before when this returns, also on an error.
+
+        Segments compute while they are recorded, so `show(unit, slot)` first puts there what they read.
 
         Raises:
             DeviceError: a segment does what no capture permits.
         """
-        state = self._states[shape]
         snapshot = self._memory.snapshot_buffers()
         try:
-            return Calls(
-                [
-                    record(
-                        _eager_call(state, self._segments[op.begin : op.end]),
-                        self._arena,
-                        self._segments[op.begin].spec.path,
-                    )
-                    for op in computes
-                ]
-            )
+            return Calls([self._tape(shape, op, show) for op in computes])
         finally:
             self._memory.restore_buffers(snapshot)
+
+    def _tape(self, shape: StepShape, op: Compute, show: Callable[[int, int], None]) -> Tape:
+        for unit, slot in op.reads:
+            show(unit, slot)
+        segments = self._segments[op.begin : op.end]
+        return record(_eager_call(self._states[shape], segments), self._arena, segments[0].spec.path)
 
 
 def _eager_call(state: StepState, segments: Sequence[Segment]) -> Callable[[], None]:
     def call() -> None:
-        with torch.inference_mode():
-            state.run(segments)
+        _running.segment = segments[0].spec.path
+        try:
+            with torch.inference_mode():
+                state.run(segments)
+        finally:
+            _running.segment = None
 
     return call

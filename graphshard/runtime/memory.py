@@ -120,13 +120,16 @@ class RuntimeMemory:
             rows.append(BufferRow(name, spec.role, base + self._buffer_offsets[name], spec.num_bytes))
         return tuple(sorted(rows, key=lambda row: row.address))
 
-    def snapshot_buffers(self) -> Tensor:
-        """A copy of all buffers, to be put back after compute was recorded on them."""
-        return self._buffer_bytes.clone()
+    def snapshot_buffers(self) -> Tensor | None:
+        """What all buffers hold, to be put back after compute was recorded on them; None, not a copy, for zeros."""
+        return self._buffer_bytes.clone() if self._buffer_bytes.any() else None
 
-    def restore_buffers(self, snapshot: Tensor) -> None:
+    def restore_buffers(self, snapshot: Tensor | None) -> None:
         """Put a snapshot back."""
-        self._buffer_bytes.copy_(snapshot)
+        if snapshot is None:
+            self._buffer_bytes.zero_()
+        else:
+            self._buffer_bytes.copy_(snapshot)
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -28,7 +28,7 @@ from graphshard.runtime.bind import BoundProgram, Hooks
 from graphshard.runtime.binding import Binding
 from graphshard.runtime.capture_lock import capture_lock
 from graphshard.runtime.compiled import Compiled
-from graphshard.runtime.compute import ComputeTable
+from graphshard.runtime.compute import ComputeTable, refuse_inside_segment
 from graphshard.runtime.graphs import StepGraph
 from graphshard.runtime.loop import StepLoop, StepObserver, StepPieces, StepTurn
 from graphshard.runtime.memory import BufferRow, RuntimeMemory
@@ -78,6 +78,7 @@ class Runtime(Binding):
 
         Order, blocking and errors are those of `StepGraph.replay`: it is the same list, issued instead of launched.
         """
+        refuse_inside_segment("run")
         shape = self._known(StepShape(batch_size, tokens_per_sequence))
         with self.turn.lock:
             self._check_ready()
@@ -96,6 +97,7 @@ class Runtime(Binding):
             DeviceError: a segment does what no capture permits, or another capture is open in this process.
             CommError: a window was remapped, and does not hold what its owner loaded.
         """
+        refuse_inside_segment("capture")
         with self.turn.lock:
             self._check_ready()
             self.turn.wait_until_free()
@@ -106,8 +108,12 @@ class Runtime(Binding):
                     continue
                 bound = self._bound[shape]
                 with capture_lock(f"step shape {shape}", self.timeout_s):
-                    calls = self._compute.captured(shape, bound.computes)
+                    calls = self.recorded(shape, bound)
                     self._graphs[shape] = StepGraph(self, shape, bound, calls, self.plan.executor)
+
+    def recorded(self, shape: StepShape, bound: BoundProgram) -> Calls:
+        """What the segments of a step of `shape` do, recorded over the weights that they read. With the lock held."""
+        return self._compute.captured(shape, bound.computes, self.gather_now)
 
     def graph(self, batch_size: int, tokens_per_sequence: int = 1) -> StepGraph:
         """The smallest captured step that fits `batch_size` sequences of `tokens_per_sequence` tokens.
@@ -136,6 +142,7 @@ class Runtime(Binding):
         Blocks:  no.
         Capture: no: it is the part of a step that lies outside its graph.
         """
+        refuse_inside_segment("prefetch")
         shape = self._known(StepShape(batch_size, tokens_per_sequence))
         with self.turn.lock:
             self._check_ready()
@@ -154,6 +161,7 @@ class Runtime(Binding):
         Raises:
             ProgramError: this plan waits inside a layer, or shards weights outside the layers.
         """
+        refuse_inside_segment("begin_step")
         shape = min(self.programs) if batch_size is None else StepShape(batch_size, tokens_per_sequence)
         with self.turn.lock:
             self._check_ready()
@@ -172,6 +180,7 @@ class Runtime(Binding):
         calls: Calls,
     ) -> None:
         """One step, eager or captured: prime, launch, wait for the outputs. Used by `run` and `StepGraph.replay`."""
+        refuse_inside_segment("a step")
         with self.turn.lock:
             self.turn.wait_until_free()
             self.enter_step(shape, bound)
@@ -221,6 +230,7 @@ class Runtime(Binding):
             CommError, DeviceError: a window cannot be mapped, or does not hold what its owner told: that rank was left
                 out, and steps go on with what was mapped before.
         """
+        refuse_inside_segment("admit")
         with self.turn.lock:
             self._check_ready()
             self.turn.wait_until_free()
@@ -303,6 +313,7 @@ class Runtime(Binding):
         # Note [teardown order]: graphs hold addresses, so they go first; then the op lists with their streams, then
         # peers' windows, then our own memory (its views keep it mapped until the last of them dies).
         """
+        refuse_inside_segment("close")
         if os.getpid() != self._owner_pid:  # a fork: streams, words and the control page are the parent's
             self._closed = True
             return

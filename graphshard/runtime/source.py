@@ -20,6 +20,9 @@ class WeightSource(Protocol):
     def read(self, spec: WeightSpec) -> memoryview:
         """The `spec.num_bytes` bytes of a weight; LoadError if the source's weight is missing or differs."""
 
+    def identity(self) -> str | None:
+        """Equal on two ranks of one machine only if they read the very same bytes; None if that is not known."""
+
     def release(self, names: Sequence[str]) -> None:
         """These weights have been copied and will not be read again: the source may give up its own copies."""
 
@@ -50,6 +53,9 @@ class TensorSource:
         raw = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage(), begin, (spec.num_bytes,), (1,))
         return raw.numpy().data
 
+    def identity(self) -> None:
+        """See WeightSource. Nothing but their bytes says whether two tensors are equal."""
+
     def release(self, names: Sequence[str]) -> None:
         """See WeightSource. The tensors are somebody else's."""
 
@@ -63,6 +69,10 @@ class CheckpointSource:
     def read(self, spec: WeightSpec) -> memoryview:
         """See WeightSource."""
         return self._checkpoint.read(spec)
+
+    def identity(self) -> str:
+        """See WeightSource. Device, inode, size and time of change of each file."""
+        return self._checkpoint.identity()
 
     def release(self, names: Sequence[str]) -> None:
         """See WeightSource. Nothing is kept of a file that was read."""

@@ -35,7 +35,7 @@ class TracedStep:
         self._runtime, self._shape = runtime, shape
         self._events = {i: Event(runtime.driver, timing=True) for i in timed}
         with runtime.turn.lock, capture_lock(f"the trace of step shape {shape}", runtime.timeout_s):
-            self._calls = runtime._compute.captured(shape, self.bound.computes)
+            self._calls = runtime.recorded(shape, self.bound)
             graph = self.bound.op_list.capture(self._calls, list(self._events.items()))
         self._launcher = graph.instantiate(runtime.plan.executor)
 

@@ -22,13 +22,14 @@ from graphshard.runtime.attach.check import WeightWatch
 from graphshard.runtime.attach.guard import Guard
 from graphshard.runtime.attach.hooks import LayerHooks
 from graphshard.runtime.attach.layers import LayerStack, find_layers
-from graphshard.runtime.attach.source import ModuleSource, check_replicated
+from graphshard.runtime.attach.source import ModuleSource, weight_hash
 from graphshard.runtime.attach.spec import ModuleSegments, ModuleSpec, module_spec
 from graphshard.runtime.bind import Hooks
 from graphshard.runtime.build import Agreed, build_runtime
 from graphshard.runtime.compiled import Compiled
 from graphshard.runtime.compute import segment_weights
 from graphshard.runtime.loop import StepLoop, layer_calls
+from graphshard.runtime.replicated import check_replicated
 from graphshard.runtime.runtime import Runtime
 from graphshard.runtime.whole import whole_weight
 
@@ -185,14 +186,14 @@ def attach_module(
     compiled = group.agree("plan", lambda: compile_spec(spec.model))
     sharded = [name for unit in compiled.plan.units for name in unit.weights]
     if agreed.welcome is None:  # a rank that came back is alone; its shards' checksums are compared
-        check_replicated(group, spec.parameters, sharded)
+        check_replicated(group, sharded, lambda name: weight_hash(spec.parameters[name]))
     source = ModuleSource(spec.parameters)
     with torch.inference_mode(False):  # what it makes outlives the caller's mode
         try:
             runtime = build_runtime(
                 compiled,
                 ModuleSegments(spec.model),
-                lambda: source,
+                source,
                 group,
                 device,
                 agreed=agreed,

@@ -1,0 +1,73 @@
+"""Only what is truly replicated is sharded: ranks compare what they are about to load, weight by weight.
+
+Ranks that read the very same files need not; others compare a 128-bit hash of each weight, before anything is changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from itertools import zip_longest
+from typing import Any
+
+from graphshard.comm.group import Group
+from graphshard.core.errors import SpecError
+from graphshard.core.specs import ModelSpec
+from graphshard.runtime.source import WeightSource
+
+_HASH_BYTES = 16
+
+
+def bytes_hash(data: memoryview) -> str:
+    """A 128-bit hash."""
+    return hashlib.blake2b(data, digest_size=_HASH_BYTES).hexdigest()
+
+
+def check_source(group: Group, model: ModelSpec, source: WeightSource) -> None:
+    """Compare what `source` holds for `model` over the group (collective).
+
+    Raises:
+        SpecError: on every rank, naming the first weight that differs and the ranks.
+        LoadError: on every rank, if one lacks a weight.
+    """
+    if group.world_size == 1:
+        return
+    identities = [identity for identity, _ in group.all_gather(source.identity(), name="checkpoint")]
+    if identities[0] is not None and all(identity == identities[0] for identity in identities):
+        return
+    names = [weight.name for weight in model.weights]
+    check_replicated(group, names, lambda name: bytes_hash(source.read(model.weight(name))))
+
+
+def check_replicated(group: Group, names: Iterable[str], hash_of: Callable[[str], str]) -> None:
+    """Compare the weights `names` over the group (collective); `hash_of` gives this rank's hash of one.
+
+    Raises:
+        SpecError: on every rank, naming the first weight that differs and the ranks.
+    """
+    mine = group.agree("load", lambda: [[name, hash_of(name)] for name in names])
+    gathered: list[Any] = [value for value, _ in group.all_gather(mine, name="replicated check")]
+    rows = list(zip_longest(*gathered))
+    for row in rows:
+        found = [pair[0] if pair else "none" for pair in row]
+        if len(set(found)) > 1:
+            raise SpecError(
+                f"ranks shard unlike weights: the next is {_by_value(found)}; give all of them the same model"
+            )
+    unlike = [row for row in rows if len({pair[1] for pair in row}) > 1]
+    if unlike:
+        name = unlike[0][0][0]
+        raise SpecError(
+            f"weight {name} is not replicated: its hash is {_by_value([pair[1][:12] for pair in unlike[0]])} "
+            f"({len(unlike)} of {len(rows)} weights differ); load the same bytes on all ranks"
+        )
+
+
+def _by_value(values: Sequence[str]) -> str:
+    """`ab12 on rank 0, cd34 on ranks 1 2`."""
+    ranks: dict[str, list[str]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(str(rank))
+    return ", ".join(
+        f"{value} on rank{'s' if len(which) > 1 else ''} {' '.join(which)}" for value, which in ranks.items()
+    )

@@ -1,0 +1,121 @@
+"""What used to go wrong without a word, and is refused now: unlike checkpoints, equal names, steps inside themselves."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from typing import Any
+
+import pytest
+import torch
+from byte_model import ByteModel
+from byte_steps import compile_bytes
+from ranks import try_on_ranks
+
+import graphshard
+from graphshard._core import Memory, Stream, Word
+from graphshard.comm.group import Group, LocalGroup
+from graphshard.core.specs import BufferSpec, StepShape
+from graphshard.device import open_device
+from graphshard.runtime.model import Segment, StepState
+
+LAYERS = [[5000], [6000], [7000]]
+
+
+@pytest.mark.parametrize("plan", ["auto", "replicated"])
+def test_ranks_with_unlike_weights_are_refused_on_all(plan: str) -> None:
+    def rank(group: Group) -> None:
+        model = ByteModel(LAYERS)
+        tensors = model.tensors()
+        if group.rank == 1:
+            tensors["bytes.1.w0"] = tensors["bytes.1.w0"] + 1
+        graphshard.compile(model, group, checkpoint=tensors, plan=plan)
+
+    outcomes = try_on_ranks(rank, 3, timeout_s=30)
+    assert len({outcome.error for outcome in outcomes}) == 1
+    assert outcomes[0].error_type == "SpecError"
+    assert "weight bytes.1.w0 is not replicated" in outcomes[0].error and "on ranks 0 2" in outcomes[0].error
+
+
+def test_two_segments_of_one_name_are_refused() -> None:
+    model = ByteModel(LAYERS)
+    first = model.segments[0].spec
+    with pytest.raises(graphshard.SpecError, match=r"two segments are called layers\.0\.s0"):
+        graphshard.ModelSpec("twice", tuple(model.weights), (first, first))
+
+
+def test_an_unknown_transport_is_not_replaced_by_another() -> None:
+    with pytest.raises(graphshard.CommError, match=r"transport nccl is not available: .* available here: pull"):
+        compile_bytes(LocalGroup(1)[0], ByteModel(LAYERS), units="layer", transport="nccl")
+
+
+@pytest.mark.parametrize("what", ["run", "capture", "prefetch", "begin_step", "admit", "close"])
+def test_a_step_is_not_used_inside_itself(what: str) -> None:
+    model, box = ByteModel(LAYERS), []
+    good = model.segments[1]
+
+    def inside(state: StepState) -> None:
+        if box:
+            getattr(box[0], what)(*(() if what in ("capture", "admit", "close") else (1,)))
+        good.run(state)
+
+    model.segments = (model.segments[0], Segment(good.spec, inside), *model.segments[2:])
+    with compile_bytes(LocalGroup(1)[0], model, units="layer", capture_sizes=[]) as runtime:
+        box.append(runtime)
+        with pytest.raises(graphshard.ProgramError, match=rf"segment layers\.1\.s0 calls {what} while it runs"):
+            runtime.run(1)
+        box.clear()
+        assert model.wrong(runtime.run(1)) == []
+
+
+class Lookup(ByteModel):
+    """The first weight is a table of indices: what it holds decides whether its segment can run at all."""
+
+    def __init__(self) -> None:
+        super().__init__([[4096], [4096]])
+        self.weights[0] = graphshard.WeightSpec(self.weights[0].name, (512,), "int64")
+        self.segments = (Segment(self.segments[0].spec, self._look_up), self.segments[1])
+
+    def buffers(self, shape: StepShape) -> tuple[BufferSpec, ...]:
+        return (*super().buffers(shape)[2:], BufferSpec("found", (512,), "float32", "output"))
+
+    def tensors(self, version: int = 0) -> dict[str, Any]:
+        return super().tensors(version) | {self.weights[0].name: torch.arange(512).flip(0)}
+
+    def _look_up(self, state: StepState) -> None:
+        table = torch.arange(512, dtype=torch.float32)
+        state.buffer("found").copy_(table[state.weight(self.weights[0].name)])
+
+
+def test_segments_are_recorded_over_the_weights_that_they_read() -> None:
+    model = Lookup()
+    with compile_bytes(LocalGroup(1)[0], model, units="layer", prefetch_depth=0) as runtime:
+        step = runtime.graph(batch_size=1)
+        step.replay()
+        assert torch.equal(step.outputs["found"], torch.arange(512.0).flip(0))
+
+
+def test_a_signal_ends_a_wait_for_a_step() -> None:
+    device = open_device("host")
+    memory, stream = Memory(device.driver, 8), Stream(device.driver)
+    never = Word(memory, 4)
+
+    def interrupt() -> None:
+        stream.wait_value(memory.address, 0)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    timer = threading.Timer(0.2, interrupt)
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        never.wait(1, 60.0)
+    timer.join()
+
+
+def test_capture_leaves_buffers_as_they_were() -> None:
+    model = ByteModel(LAYERS)
+    with compile_bytes(LocalGroup(1)[0], model, units="layer", capture_sizes=[]) as runtime:
+        runtime.run(1)
+        held = {name: tensor.clone() for name, tensor in runtime.buffers(StepShape(1), "output").items()}
+        runtime.capture()
+        assert all(torch.equal(held[name], tensor) for name, tensor in runtime.buffers(StepShape(1), "output").items())
