@@ -1,6 +1,7 @@
 """The certificate: what every rank must have alike before a graph is captured, compared once, at bind.
 
-Digests travel first; where two programs differ their texts follow, so that the error names the first differing op.
+Digests travel first; where two models or programs differ their texts follow, so that the error names the first weight,
+segment or op that differs.
 All ranks raise the same error.
 """
 
@@ -34,20 +35,25 @@ class Certificate:
     """(name, bytes) in the order of registration."""
     numbers: Mapping[str, int] = field(default_factory=dict)
     """Device numbers that chose an op (see `agree_min`)."""
+    model_text: str = ""
+    """`ModelSpec.text()`: sent where models differ. Empty: their digests are all there is to say."""
 
     def rows(self, world_size: int) -> list[tuple[str, str]]:
         """(field, value) in the order in which differences are looked for: causes before what follows from them."""
-        rows = [("world_size", str(world_size))]
+        rows = [("world_size", str(world_size)), ("step shapes", " ".join(self.programs)), ("model digest", self.model)]
         rows += [(f"setting {name}", value) for name, value in sorted(self.settings.items())]
         rows += [(f"number {name}", str(value)) for name, value in sorted(self.numbers.items())]
-        rows += [("model digest", self.model), ("step shapes", " ".join(self.programs))]
         rows += [(f"program {shape}", digest_of(text)) for shape, text in self.programs.items()]
         rows += [("plan digest", self.plan), ("layout digest", self.layout)]
         return rows + [(f"window {i}", f"{name} ({size} B)") for i, (name, size) in enumerate(self.windows)]
 
     def told(self, world_size: int) -> dict[str, Any]:
         """What `compare` needs of it, as JSON."""
-        return {"rows": self.rows(world_size), "programs": dict(self.programs)}
+        return {"rows": self.rows(world_size), "programs": dict(self.programs), "model": self.told_model()}
+
+    def told_model(self) -> str:
+        """What to say of the model where models differ."""
+        return self.model_text or f"ModelSpec digest={self.model}"
 
     def digest(self, world_size: int) -> str:
         """Equal on two ranks if `compare` finds no difference."""
@@ -58,13 +64,14 @@ def exchange(group: Group, certificate: Certificate) -> None:
     """Compare `certificate` with every rank's (collective).
 
     Raises:
-        CommError: on every rank, naming the first difference: the field, or the program's op, with all values by rank.
+        CommError: on every rank, naming the first difference, with all values by rank: the field, the model's weight or
+            segment, or the program's op.
     """
     gathered: list[Any] = [rows for rows, _ in group.all_gather(certificate.rows(group.world_size), name="certificate")]
-    shape = _unlike_program(gathered)
-    if shape is not None:
-        texts = group.all_gather(certificate.programs[shape], name=f"program {shape}")
-        _raise_program_difference(shape, [str(text) for text, _ in texts])
+    unlike = _unlike_text(gathered)
+    if unlike is not None:
+        told = group.all_gather(_text_of(unlike, certificate.told_model(), certificate.programs), name=unlike)
+        _raise_text_difference(unlike, [str(text) for text, _ in told])
 
 
 def compare(certificate: Certificate, others: Mapping[str, Any], rank: int, world_size: int) -> None:
@@ -75,11 +82,11 @@ def compare(certificate: Certificate, others: Mapping[str, Any], rank: int, worl
     """
     rows = [others["rows"]] * world_size
     rows[rank] = certificate.rows(world_size)
-    shape = _unlike_program(rows)
-    if shape is not None:
-        texts = [others["programs"][shape]] * world_size
-        texts[rank] = certificate.programs[shape]
-        _raise_program_difference(shape, texts)
+    unlike = _unlike_text(rows)
+    if unlike is not None:
+        texts = [_text_of(unlike, others["model"], others["programs"])] * world_size
+        texts[rank] = _text_of(unlike, certificate.told_model(), certificate.programs)
+        _raise_text_difference(unlike, texts)
 
 
 def agree_min(group: Group, name: str, value: int) -> int:
@@ -94,8 +101,8 @@ def agree_min(group: Group, name: str, value: int) -> int:
 _NEXT_STEP = "start all ranks with the same model, plan, versions and settings"
 
 
-def _unlike_program(gathered: Sequence[Any]) -> str | None:
-    """The step shape whose programs are the first that differs between ranks' rows; CommError if it is no program."""
+def _unlike_text(gathered: Sequence[Any]) -> str | None:
+    """`model` or `program SHAPE` if that is what first differs between ranks' rows; CommError if it is another row."""
     for rows in zip_longest(*gathered):
         names = [row[0] if row else "nothing" for row in rows]
         if len(set(names)) > 1:
@@ -103,20 +110,44 @@ def _unlike_program(gathered: Sequence[Any]) -> str | None:
         values = [row[1] for row in rows]
         if len(set(values)) == 1:
             continue
+        if names[0] == "model digest":
+            return "model"
         if names[0].startswith("program "):
-            return str(names[0].removeprefix("program "))
+            return str(names[0])
         raise CommError(f"certificates differ: {names[0]} is {_by_value(values)}; {_NEXT_STEP}")
     return None
 
 
-def _raise_program_difference(shape: str, texts: Sequence[str]) -> None:
+def _text_of(name: str, model_text: str, programs: Mapping[str, str]) -> str:
+    """What stands behind the row `name`, see `_unlike_text`."""
+    return model_text if name == "model" else programs[name.removeprefix("program ")]
+
+
+def _raise_text_difference(name: str, texts: Sequence[str]) -> None:
+    if name == "model":
+        _raise_model_difference(texts)
+    _raise_program_difference(name, texts)
+
+
+def _raise_model_difference(texts: Sequence[str]) -> None:
+    for kind in ("WeightSpec", "SegmentSpec", "ModelSpec"):  # the model's own name last: the least of differences
+        found = [[line.strip() for line in text.splitlines() if line.strip().startswith(kind)] for text in texts]
+        for index, lines in enumerate(zip_longest(*found, fillvalue="nothing")):
+            if len(set(lines)) > 1:
+                where = kind.removesuffix("Spec").lower() + ("" if kind == "ModelSpec" else f" {index}")
+                values = _by_value([line.removeprefix(f"{kind} ") for line in lines])
+                raise CommError(f"certificates differ: {where} is {values}; {_NEXT_STEP}")
+    raise AssertionError("model: digests differ, texts do not")
+
+
+def _raise_program_difference(name: str, texts: Sequence[str]) -> None:
     split = [_split_program(text) for text in texts]
     for part in (1, 0):  # ops first: entry, exit and counts follow from them
         for index, lines in enumerate(zip_longest(*(parts[part] for parts in split), fillvalue="nothing")):
             if len(set(lines)) > 1:
                 where = f"op {index}" if part else f"line {index}"
-                raise CommError(f"certificates differ: program {shape}, {where} is {_by_value(lines)}; {_NEXT_STEP}")
-    raise AssertionError(f"program {shape}: digests differ, texts do not")
+                raise CommError(f"certificates differ: {name}, {where} is {_by_value(lines)}; {_NEXT_STEP}")
+    raise AssertionError(f"{name}: digests differ, texts do not")
 
 
 def _split_program(text: str) -> tuple[list[str], list[str]]:

@@ -182,7 +182,13 @@ def rejoin_group(job: str, rank: int, *, path: str = "world", timeout_s: float =
 
     Raises:
         CommError: no rank of that job has a runtime open, or the rank's place is not free.
+        SpecError: an argument is not what it says.
     """
+    for name, value in (("job", job), ("path", path)):
+        if not isinstance(value, str) or not value:
+            raise SpecError(f"{name}={value!r} is not a name: give the running ranks' `Group.{name}`")
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 0:
+        raise SpecError(f"rank={rank!r} is no rank: give the number of the one that died, from 0 on")
     return Newcomer(job, rank, path, timeout_s)
 
 

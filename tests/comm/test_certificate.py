@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from ranks import MODES, run_on_ranks, try_on_ranks
 
-from graphshard.comm.certificate import Certificate, agree_min, exchange
+from graphshard.comm.certificate import Certificate, agree_min, compare, exchange
 from graphshard.comm.group import Group
+from graphshard.core.errors import CommError
 from graphshard.core.ops import AgLaunch, Gemm, RecordGate, WaitOnce
 from graphshard.core.program import Program
+from graphshard.core.specs import ModelSpec, SegmentSpec, WeightSpec
 
 
 def program(num_units: int) -> Program:
@@ -26,6 +29,11 @@ def program(num_units: int) -> Program:
     return Program(tuple(ops), 1, num_units, num_units, (None,), (None,))
 
 
+def model_text(shape: tuple[int, ...], num_weights: int, name: str = "small") -> str:
+    weights = tuple(WeightSpec(f"w{i}", shape if i == 1 else (4,), "int8") for i in range(num_weights))
+    return ModelSpec(name, weights, tuple(SegmentSpec(w.name, None, (w.name,)) for w in weights)).text()
+
+
 def certificate() -> Certificate:
     text = program(3).text()
     return Certificate(
@@ -36,6 +44,7 @@ def certificate() -> Certificate:
         settings={"torch": "2.13", "transport": "pull"},
         windows=[("shard", 4096)],
         numbers={"spare_cores": 1},
+        model_text=model_text((4,), 2),
     )
 
 
@@ -49,7 +58,11 @@ def other_certificate(what: str) -> Certificate:
         "setting": {"settings": {"torch": "2.12", "transport": "pull"}},
         "more settings": {"settings": {"executor": "threaded", "torch": "2.13", "transport": "pull"}},
         "number": {"numbers": {"spare_cores": 0}},
-        "shapes": {"programs": {"2x1": three, "1x1": three}},
+        "shapes": {"programs": {"2x1": three, "1x1": three}, "settings": {"buffers": "follow from the shapes"}},
+        "weight": {"model": "other", "model_text": model_text((4, 4), 2), "settings": {"torch": "2.12"}},
+        "more weights": {"model": "other", "model_text": model_text((4,), 3)},
+        "model name": {"model": "other", "model_text": model_text((4,), 2, "other")},
+        "no text": {"model": "other", "model_text": ""},
         "shorter program": {"programs": {"1x1": three, "2x1": two}, "plan": "other"},
         "op": {"programs": {"1x1": two, "2x1": swapped.text()}},
         "entry": {"programs": {"1x1": replace(program(3), entry=(2,)).text(), "2x1": three}},
@@ -70,6 +83,11 @@ EXPECTED = {
     "more settings": 'the next entry is "setting torch" on ranks 0 1, "setting executor" on rank 2',
     "number": 'number spare_cores is "1" on ranks 0 1, "0" on rank 2',
     "shapes": 'step shapes is "1x1 2x1" on ranks 0 1, "2x1 1x1" on rank 2',
+    "weight": 'weight 1 is "name=w1 shape=[4] dtype=int8 strides=none" on ranks 0 1, '
+    '"name=w1 shape=[4,4] dtype=int8 strides=none" on rank 2',
+    "more weights": 'weight 2 is "nothing" on ranks 0 1, "name=w2 shape=[4] dtype=int8 strides=none" on rank 2',
+    "model name": 'model is "name=small" on ranks 0 1, "name=other" on rank 2',
+    "no text": 'weight 0 is "name=w0 shape=[4] dtype=int8 strides=none" on ranks 0 1, "nothing" on rank 2',
     "shorter program": 'program 2x1, op 8 is "ag_launch unit=2 slot=0 stream=copy" on ranks 0 1, "nothing" on rank 2',
     "entry": 'program 1x1, line 1 is "entry    0=-" on ranks 0 1, "entry    0=2" on rank 2',
     "layout": f'layout digest is "{"l" * 64}" on ranks 0 1, "other" on rank 2',
@@ -87,6 +105,14 @@ def test_the_first_difference_is_named_on_every_rank(what: str) -> None:
             f"certificates differ: {EXPECTED[what]}; start all ranks with the same model, plan, versions and settings",
         )
     }
+
+
+@pytest.mark.parametrize("what", list(EXPECTED))
+def test_one_that_comes_back_is_told_the_same(what: str) -> None:
+    told = json.loads(json.dumps(certificate().told(3)))
+    with pytest.raises(CommError) as caught:
+        compare(other_certificate(what), told, 2, 3)
+    assert EXPECTED[what] in str(caught.value)
 
 
 def exchange_swapped(group: Group) -> None:

@@ -21,7 +21,7 @@ from signs import Signs, until
 from graphshard.comm.launch import RankProcesses, RankResult
 from graphshard.comm.process import ProcessId
 from graphshard.comm.rejoin import rejoin_group
-from graphshard.core.errors import CommError
+from graphshard.core.errors import CommError, SpecError
 
 
 @dataclass
@@ -145,7 +145,7 @@ def test_who_may_not_come_in_is_told_why(tmp_path: Path) -> None:
             (
                 come_back_lying,
                 "model",
-            ): 'CommError: certificates differ: model digest is "mini" on ranks 0 2, "other" on',
+            ): 'CommError: certificates differ: model is "digest=mini" on ranks 0 2, "digest=other" on',
             (come_back_lying, "bytes"): "LoadError: rank 1 loaded other bytes of units 0 1 2 3 4 than before it ended",
             (announce_unchecked, "model"): "CommError: rank 1 has certificate ",
             (announce_unchecked, "bytes"): "CommError: rank 1 loaded other bytes than before it ended: use the same",
@@ -178,3 +178,24 @@ def test_a_rank_that_came_back_has_no_part_in_collective_calls(tmp_path: Path) -
         run.restart(1)
         run.signs.wait_for("ready", [1])
         run.stop()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((None, 0), "job=None is not a name"),
+        (("", 0), "job='' is not a name"),
+        (("job", -1), "rank=-1 is no rank"),
+        (("job", None), "rank=None is no rank"),
+        (("job", True), "rank=True is no rank"),
+        (("job", 1.0), "rank=1.0 is no rank"),
+    ],
+)
+def test_places_that_cannot_be_taken_are_refused_by_argument(arguments: tuple[Any, Any], says: str) -> None:
+    with pytest.raises(SpecError, match=says):
+        rejoin_group(*arguments)
+
+
+def test_a_path_is_a_name() -> None:
+    with pytest.raises(SpecError, match="path=None is not a name"):
+        rejoin_group("job", 0, path=None)  # type: ignore[arg-type]
