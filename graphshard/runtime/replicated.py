@@ -39,8 +39,12 @@ def check_source(group: Group, model: ModelSpec, source: WeightSource) -> None:
     check_replicated(group, names, lambda name: bytes_hash(source.read(model.weight(name))))
 
 
-def check_replicated(group: Group, names: Iterable[str], hash_of: Callable[[str], str]) -> None:
+def check_replicated(
+    group: Group, names: Iterable[str], hash_of: Callable[[str], str], *, may_differ: bool = False
+) -> None:
     """Compare the weights `names` over the group (collective); `hash_of` gives this rank's hash of one.
+
+    With `may_differ` weights that stay whole may differ, and the error says so.
 
     Raises:
         SpecError: on every rank, naming the first weight that differs and the ranks.
@@ -57,9 +61,10 @@ def check_replicated(group: Group, names: Iterable[str], hash_of: Callable[[str]
     unlike = [row for row in rows if len({pair[1] for pair in row}) > 1]
     if unlike:
         name = unlike[0][0][0]
+        way = f", or keep it whole with exclude=[{name!r}]" if may_differ else ""
         raise SpecError(
             f"weight {name} is not replicated: its hash is {_by_value([pair[1][:12] for pair in unlike[0]])} "
-            f"({len(unlike)} of {len(rows)} weights differ); load the same bytes on all ranks"
+            f"({len(unlike)} of {len(rows)} weights differ); load the same bytes on all ranks{way}"
         )
 
 

@@ -93,6 +93,7 @@ def share_slots(group: Group) -> list[str]:
         graphs = [runtime.graph(size) for size in sizes]
         assert len({id(graph) for graph in graphs}) == len(sizes)
         wrong: list[str] = []
+        num_primes = runtime.num_primes  # of the check at bind and of the captures, which gather what they record
         for seed in range(10):
             for graph in graphs:
                 assert not {"event_record", "event_wait"} & set(graph.num_nodes()), "events are edges, owned by a graph"
@@ -100,7 +101,7 @@ def share_slots(group: Group) -> list[str]:
             for first, second in itertools.product([*graphs, None], repeat=2):  # None: the list itself, eagerly
                 for graph in (first, second):
                     wrong += wrong_after(runtime, model, graph.replay if graph else lambda: runtime.run(2))
-        assert runtime.num_primes == len(runtime.plan.units) + 1, "the slots' state is handed from shape to shape"
+        assert runtime.num_primes <= num_primes + 1, "the slots' state is handed from shape to shape"
         return wrong
 
 
@@ -215,7 +216,7 @@ def test_a_capture_inside_a_capture_is_refused(whose: str) -> None:
     with_run(model, 1, capture_more)
     with alone(model, capture_sizes=[]) as runtime, alone(other, capture_sizes=[]) as draft:
         inner.append(runtime if whose == "its own" else draft)
-        with pytest.raises(graphshard.DeviceError, match=r"step shape 1x1 cannot be captured inside another capture"):
+        with pytest.raises(graphshard.ProgramError, match=r"segment layers\.\d\.s0 calls capture while it runs"):
             runtime.capture()
         for good, its_model in ((runtime, model), (draft, other)):
             good.capture()

@@ -1,4 +1,4 @@
-"""What used to go wrong without a word, and is refused now: unlike checkpoints, equal names, steps inside themselves."""
+"""What could go wrong without a word, and is refused: unlike checkpoints, equal names, steps inside themselves."""
 
 from __future__ import annotations
 
