@@ -164,15 +164,6 @@ class DeviceSpec:
     """Cores that no rank computes on; with none there is no free copy engine on `host`."""
 
 
-@dataclass(frozen=True, slots=True)
-class LinkSpec:
-    """Rates between ranks: `bytes_per_s` of a large gather into one rank, `latency_us` of a small one."""
-
-    name: str
-    bytes_per_s: float
-    latency_us: float
-
-
 def _check_sizes(what: str, values: object) -> None:
     """SpecError unless `values` is a sequence of whole numbers from 0 on."""
     if not isinstance(values, Sequence) or not all(isinstance(n, int) and not isinstance(n, bool) for n in values):

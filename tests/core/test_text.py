@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphshard.core.specs import DeviceSpec, LinkSpec, ModelSpec, SegmentSpec, WeightSpec
+from graphshard.core.specs import DeviceSpec, ModelSpec, SegmentSpec, WeightSpec
 from graphshard.core.text import digest_of, name_text, parse_name, text_of
 
 
@@ -55,10 +55,7 @@ def test_the_text_of_a_model() -> None:
     assert replace(model, name="other").digest != model.digest
 
 
-def test_devices_and_links_print_too() -> None:
+def test_devices_print_too() -> None:
     assert text_of(DeviceSpec("host", "host", 2**33)) == (
         "DeviceSpec kind=host name=host memory_bytes=8589934592 granularity_bytes=4096 spare_cores=0\n"
-    )
-    assert text_of(LinkSpec("nvlink5", 7e11, 12.5)) == (
-        "LinkSpec name=nvlink5 bytes_per_s=700000000000.0 latency_us=12.5\n"
     )
