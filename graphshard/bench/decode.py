@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from graphshard.bench.ranges import check_positions, check_tokens
 from graphshard.core.errors import SpecError
 from graphshard.core.specs import StepShape
 from graphshard.runtime.runtime import Runtime
@@ -77,15 +78,29 @@ def clear_state(runtime: Runtime, shape: StepShape) -> None:
             tensor.zero_()
 
 
-def decode(step: Step, prompts: Sequence[Sequence[int]], num_tokens: int, on_token: OnToken | None = None) -> Decoded:
+def cache_length(runtime: Runtime, shape: StepShape) -> int:
+    """Positions that the runtime's caches have, as `models.llama` declares them."""
+    return min(cache.shape[2] for cache in runtime.buffers(shape, "cache").values())
+
+
+def decode(
+    step: Step,
+    prompts: Sequence[Sequence[int]],
+    num_tokens: int,
+    on_token: OnToken | None = None,
+    *,
+    num_positions: int,
+) -> Decoded:
     """Greedily generate `num_tokens` tokens for each prompt, all in one batch, from position 0.
 
     Raises:
-        SpecError: a prompt is empty, or there are not as many prompts as the step has sequences.
+        SpecError: a prompt is empty or has a token outside the vocabulary, there are not as many prompts as the step
+            has sequences, or its caches have too few positions (`num_positions`).
     """
     tokens_in, positions, logits = step.inputs["tokens"], step.inputs["positions"], step.outputs["logits"]
     if len(prompts) != tokens_in.shape[0] or not all(prompts):
         raise SpecError(f"{len(prompts)} prompts for {tokens_in.shape[0]} sequences; each needs one, of >= 1 token")
+    _check_ranges(prompts, num_tokens, logits.shape[-1], num_positions)
     tokens: list[list[int]] = [[] for _ in prompts]
     hashes, step_s, min_gap = [], [], float("inf")
     for position in range(num_steps(prompts, num_tokens)):
@@ -108,6 +123,15 @@ def decode(step: Step, prompts: Sequence[Sequence[int]], num_tokens: int, on_tok
                     if on_token is not None:
                         on_token(i, tokens[i][-1])
     return Decoded([made[:num_tokens] for made in tokens], hashes, step_s, min_gap)
+
+
+def _check_ranges(prompts: Sequence[Sequence[int]], num_tokens: int, vocab_size: int, num_positions: int) -> None:
+    """A captured step reads no value on the host, so what it cannot refuse is refused here."""
+    if num_tokens < 1:
+        raise SpecError(f"num_tokens is {num_tokens}: generate at least one")
+    for index, prompt in enumerate(prompts):
+        check_tokens(index, prompt, vocab_size)
+    check_positions(num_steps(prompts, num_tokens), num_positions)
 
 
 def bytes_hash(tensor: Tensor) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from graphshard.bench.decode import Decoded, EagerStep, OnToken, clear_state, decode, first_difference
+from graphshard.bench.decode import Decoded, EagerStep, OnToken, cache_length, clear_state, decode, first_difference
 from graphshard.bench.memory import Pss, read_pss, settle
 from graphshard.bench.stats import summarize
 from graphshard.comm.group import Group
@@ -52,7 +52,8 @@ def run_workload(runtime: Runtime, workload: Workload, run: str, on_token: OnTok
     clear_state(runtime, workload.shape)
     batch_size = workload.shape.batch_size
     step = runtime.graph(batch_size) if run == "graph" else EagerStep(runtime, workload.shape)
-    return decode(step, workload.prompts, workload.num_tokens, on_token)
+    length = cache_length(runtime, workload.shape)
+    return decode(step, workload.prompts, workload.num_tokens, on_token, num_positions=length)
 
 
 def measured(group: Group, make: Callable[[], Runtime], body: Callable[[Runtime], None]) -> Pss:

@@ -117,7 +117,8 @@ def decode_batches(
         if is_fragile and lines is not None:
             assert request.fault is not None
             step = _Struck(step, request.fault[0], int(request.fault[2]))
-        decoded = decode(step, [request.prompts[i] for i in filled], request.num_tokens, on_token)
+        prompts = [request.prompts[i] for i in filled]
+        decoded = decode(step, prompts, request.num_tokens, on_token, num_positions=request.cache_length)
         found.append(_told(request, numbers, decoded))
     return found
 

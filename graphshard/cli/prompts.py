@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from graphshard.bench.ranges import check_tokens
+from graphshard.core.errors import SpecError
+
 PROMPTS = (
     "The capital of France is",
     "Water boils at a temperature of",
@@ -27,13 +30,25 @@ class Codec:
         if file.exists():
             from tokenizers import Tokenizer
 
-            self._tokenizer = Tokenizer.from_file(str(file))
+            try:
+                self._tokenizer = Tokenizer.from_file(str(file))
+            except Exception as error:  # it raises Exception itself
+                raise SpecError(
+                    f"{file} is no tokenizer ({str(error).splitlines()[0]}): download it again, or remove it to go by "
+                    "token numbers"
+                ) from None
 
     def encode(self, prompt: str, vocab_size: int) -> list[int]:
-        """The prompt's tokens; without a tokenizer, one below `vocab_size` for each word, made from its letters."""
+        """The prompt's tokens; without a tokenizer, one below `vocab_size` for each word, made from its letters.
+
+        Raises:
+            SpecError: the tokenizer is not the model's: a token is outside the vocabulary.
+        """
         if self._tokenizer is None:
             return [sum(ord(letter) * 7**i for i, letter in enumerate(word)) % vocab_size for word in prompt.split()]
-        return list(self._tokenizer.encode(prompt, add_special_tokens=False).ids)
+        tokens = list(self._tokenizer.encode(prompt, add_special_tokens=False).ids)
+        check_tokens(prompt, tokens, vocab_size)
+        return tokens
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The tokens' text; without a tokenizer, the numbers."""

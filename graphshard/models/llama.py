@@ -6,6 +6,9 @@ A step feeds `tokens` `[batch, t]` at `positions` `[batch, t]` and gives `logits
 Sequence i of the batch owns row i of the KV caches, which all step shapes share; attention always covers the whole
 cache under a mask made from the positions, so what lies beyond a position has no influence.
 
+Tokens must be within `[0, vocab_size)` and positions within `[0, cache_length)`. A captured step reads no value on the
+host, so nothing in it can refuse others; whoever writes the inputs checks them first, as `bench.decode` does.
+
 Prompts of unequal length in one step: repeat the first token at position 0 on the left. It writes the same key and
 value again, so the cache is right; its own logits are to be ignored.
 """

@@ -15,13 +15,14 @@ from graphshard.models.llama import load_llama
 
 PROMPTS = [[1, 504, 2365, 6354, 16438], [1, 3725, 28, 451, 359]]
 NUM_TOKENS = 8
+CACHE_LENGTH = 16
 
 
 def generate(group: Group, folder: str, model_folder: str) -> dict[str, Any]:
     """Rank r continues prompt r mod 2 again and again; every time must give the same logits, bit for bit."""
     torch.set_num_threads(1)
     place = Path(model_folder)
-    model = load_llama(place, 1, 16)
+    model = load_llama(place, 1, CACHE_LENGTH)
     found: set[tuple[str, ...]] = set()
     tokens: list[list[int]] = []
     prompt = PROMPTS[group.rank % 2]
@@ -30,7 +31,7 @@ def generate(group: Group, folder: str, model_folder: str) -> dict[str, Any]:
         times = 0
         while not times or not is_ordered(folder, "stop"):
             clear_state(runtime, step.shape)
-            done = decode(step, [prompt], NUM_TOKENS)
+            done = decode(step, [prompt], NUM_TOKENS, num_positions=CACHE_LENGTH)
             found.add(tuple(done.hashes))
             tokens = done.tokens
             times += 1
