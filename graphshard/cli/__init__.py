@@ -6,6 +6,8 @@ from importlib import import_module
 
 import click
 
+from graphshard.cli.streams import forgive_encoding
+
 COMMANDS = {
     "demo": "Decode a real model with sharded weights on rank processes, beside the replicated model.",
     "generate": "Generate text on ranks that keep a part of the weights each, and that fail alone.",
@@ -41,10 +43,12 @@ class _Commands(click.Group):
 def cli() -> None:
     """Keep replicated weights once over N devices; gather them a layer ahead inside one captured graph.
 
-    Exit codes: 0 yes, 1 the answer is no, 2 bad request, 3 this machine cannot.
+    Exit codes: 0 yes, 1 the answer is no, 2 bad request, 3 this machine cannot; 70 a fault of ours (--debug shows it),
+    130 interrupted, 141 nobody reads the output.
     """
 
 
 def main() -> None:
     """Entry point of `graphshard` and `python -m graphshard`."""
+    forgive_encoding()
     cli(prog_name="graphshard")

@@ -10,11 +10,13 @@ import click
 from graphshard.bench.compile import CompileRequest, measure_compile
 from graphshard.bench.stats import summarize
 from graphshard.cli.bench_step import command as step
-from graphshard.cli.common import Names, Output, Size, Sizes, answering, rank_values
+from graphshard.cli.common import COUNT, Names, Output, Size, Sizes, answering, rank_values
+from graphshard.cli.planning import LAYERS, SHAPES, Units
 from graphshard.core.sizes import format_bytes
 from graphshard.report.tables import table_of
 
 RUN_TIMEOUT_S = 600.0
+DEPTH = click.IntRange(min=0)
 EXECUTORS = ("cooperative", "threaded")
 
 
@@ -27,10 +29,10 @@ command.add_command(step)
 
 
 @command.command("gather")
-@click.option("--world-size", default=2, show_default=True)
+@click.option("--world-size", type=COUNT, default=2, show_default=True)
 @click.option("--sizes", type=Sizes(), default="1MiB,14MiB,64MiB", show_default=True, help="Bytes of a unit.")
 @click.option("--peers", type=Names(("memcpy", "gloo")), default="memcpy,gloo", show_default=True)
-@click.option("--repeats", default=20, show_default=True, help="Samples of each.")
+@click.option("--repeats", type=COUNT, default=20, show_default=True, help="Samples of each.")
 @click.option("--cold-size", type=Size(), default="96MiB", show_default=True, help="Bytes gathered in one sample.")
 @click.option("--executor", type=click.Choice(EXECUTORS), default="cooperative", show_default=True)
 @answering
@@ -50,11 +52,13 @@ def gather(
 
 
 @command.command("dispatch")
-@click.option("--units", default=200, show_default=True, help="Units of a step, 4 ops each.")
+@click.option("--units", type=COUNT, default=200, show_default=True, help="Units of a step, 4 ops each.")
 @click.option("--unit-size", type=Size(), default="4KiB", show_default=True)
-@click.option("--prefetch-depth", default=1, show_default=True, help="0: the two streams take strict turns.")
-@click.option("--world-size", default=2, show_default=True, help="Ranks, as threads; rank 0 steps.")
-@click.option("--repeats", default=50, show_default=True)
+@click.option(
+    "--prefetch-depth", type=DEPTH, default=1, show_default=True, help="0: the two streams take strict turns."
+)
+@click.option("--world-size", type=COUNT, default=2, show_default=True, help="Ranks, as threads; rank 0 steps.")
+@click.option("--repeats", type=COUNT, default=50, show_default=True)
 @answering
 def dispatch(out: Output, units: int, unit_size: int, prefetch_depth: int, world_size: int, repeats: int) -> None:
     """Time an op that does nothing: eager issue and captured replay, launch and synchronise included.
@@ -72,13 +76,13 @@ def dispatch(out: Output, units: int, unit_size: int, prefetch_depth: int, world
 
 
 @command.command("compile")
-@click.option("--layers", default=93, show_default=True)
-@click.option("--capture-sizes", default=16, show_default=True, help="Step shapes: batch sizes 1 to this.")
-@click.option("--world-size", default=8, show_default=True)
-@click.option("--units", default="layer", show_default=True)
-@click.option("--prefetch-depth", default=1, show_default=True)
+@click.option("--layers", type=LAYERS, default=93, show_default=True)
+@click.option("--capture-sizes", type=SHAPES, default=16, show_default=True, help="Batch sizes 1 to this.")
+@click.option("--world-size", type=COUNT, default=8, show_default=True)
+@click.option("--units", type=Units(), default="layer", show_default=True)
+@click.option("--prefetch-depth", type=DEPTH, default=1, show_default=True)
 @click.option("--head", type=click.Choice(["inside", "outside", "tail"]), default="inside", show_default=True)
-@click.option("--repeats", default=3, show_default=True)
+@click.option("--repeats", type=COUNT, default=3, show_default=True)
 @answering
 def compile_(
     out: Output,

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from graphshard.bench.step_rows import chosen_rows, core_share, label_of, samples_of, step_rows
-from graphshard.cli.common import Names, Output, answering, check_writable, rank_values
+from graphshard.cli.common import COUNT, Names, Output, answering, check_writable, rank_values
 from graphshard.core.errors import SpecError
 from graphshard.models.config import load_llama_config
 from graphshard.report.tables import table_of
@@ -73,13 +73,13 @@ class _Plans(click.ParamType[list[list[Any]]]):
 
 
 @click.command("step")
-@click.option("--world-size", default=2, show_default=True, help="Rank processes.")
+@click.option("--world-size", type=COUNT, default=2, show_default=True, help="Rank processes.")
 @click.option("--batch-sizes", type=_Counts(), default="1,16", show_default=True, help="Sequences of a step.")
 @click.option("--peers", type=Names(PEERS), default=",".join(PEERS), show_default=True)
 @click.option("--plans", type=_Plans(), default=PLANS, show_default=True, help="Run beside the plan that was chosen.")
-@click.option("--launches", default=3, show_default=True, help="Times that all ranks are started anew.")
-@click.option("--steps", default=30, show_default=True, help="Counted steps of each run, in each launch.")
-@click.option("--cache-length", default=64, show_default=True, help="Positions of the KV cache.")
+@click.option("--launches", type=COUNT, default=3, show_default=True, help="Times that all ranks are started anew.")
+@click.option("--steps", type=COUNT, default=30, show_default=True, help="Counted steps of each run, in each launch.")
+@click.option("--cache-length", type=COUNT, default=64, show_default=True, help="Positions of the KV cache.")
 @click.option("--model", type=click.Path(path_type=Path), help="Folder of a llama checkpoint instead of SmolLM2-135M.")
 @click.option("--png", type=click.Path(path_type=Path), help="Draw the distributions.")
 @click.option("--no-reference", is_flag=True, help="Leave out transformers' own forward.")
@@ -102,9 +102,6 @@ def command(
     One torch thread a rank. A sample is one rank's step, from a barrier on; all ranks work at once. Exit code 1: logits
     differ, from the replicated run's in any bit, or from a peer's by more than rounding.
     """
-    for option, count in (("--world-size", world_size), ("--launches", launches), ("--steps", steps)):
-        if count < 1:
-            raise SpecError(f"{option} is {count}, must be at least 1")
     if png is not None:
         check_writable("--png", png)
     folder = model or _smollm2()

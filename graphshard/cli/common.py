@@ -1,6 +1,7 @@
 """What every command shares: `--json` and `--debug`, errors in one line, exit codes.
 
-Exit codes: 0 yes, 1 the answer is no, 2 bad request, 3 this machine cannot. 70 is a fault of ours (`--debug` shows it).
+Exit codes: 0 yes, 1 the answer is no, 2 bad request, 3 this machine cannot. 70 is a fault of ours (`--debug` shows it),
+130 an interrupt, 141 a reader of the output that went away.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import contextlib
 import functools
 import io
 import json
+import math
 import os
 import sys
 import traceback
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import click
+from click.core import ParameterSource
 from rich.console import Console
 
 from graphshard.comm.launch import failure_text, raise_first_failure, run_ranks
@@ -30,6 +33,9 @@ EXIT_CANNOT = 3
 EXIT_OUR_FAULT = 70
 PLAIN_WIDTH = 120
 """Columns of a table that goes to a file or a pipe."""
+
+COUNT = click.IntRange(min=1)
+"""Of ranks, samples, tokens: anything that starts at 1."""
 
 Json = Mapping[str, Any]
 Command = Callable[..., bool | None]
@@ -61,7 +67,7 @@ class Output:
         if self._json_path is None:
             return
         answer = {**keys, "rows": list(rows), "config": self.config, "machine": machine_facts()}
-        text = json.dumps(answer, indent=1, allow_nan=False, default=_json_value) + "\n"
+        text = json.dumps(_without_nan(answer), indent=1, allow_nan=False, default=_json_value) + "\n"
         if self._json_path == "-":
             self._json_file.write(text)
             self._json_file.flush()
@@ -94,6 +100,14 @@ def check_writable(option: str, path: Path) -> None:
         raise click.UsageError(f"{option} {path} cannot be written: give a file in a folder that exists")
 
 
+def refuse_given(names: Sequence[str], why: str) -> None:
+    """A usage error if one of the options `names` was given on the command line: it would have no effect."""
+    ctx = click.get_current_context()
+    given = [name for name in names if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+    if given:
+        raise click.UsageError(f"{', '.join('--' + name.replace('_', '-') for name in given)}: {why}")
+
+
 def rank_values(out: Output, entry: str, world_size: int, request: Json, timeout_s: float) -> list[Any]:
     """What `entry(group, request)` returned in each of `world_size` rank processes, by rank.
 
@@ -108,7 +122,7 @@ def rank_values(out: Output, entry: str, world_size: int, request: Json, timeout
 
 
 class Size(click.ParamType[int]):
-    """A size on the command line: `14MiB`."""
+    """A size on the command line, of a byte or more: `14MiB`."""
 
     name = "size"
 
@@ -117,9 +131,12 @@ class Size(click.ParamType[int]):
         if not isinstance(value, str):
             return int(value)
         try:
-            return parse_bytes(value)
+            num_bytes = parse_bytes(value)
         except GraphshardError as error:
             self.fail(str(error), param, ctx)
+        if num_bytes < 1:
+            self.fail(f"{value!r} is no size to work with: give a byte or more", param, ctx)
+        return num_bytes
 
 
 class Sizes(click.ParamType[list[int]]):
@@ -208,6 +225,15 @@ def _descriptor(file: TextIO) -> int | None:
         return file.fileno()
     except (io.UnsupportedOperation, ValueError):
         return None  # a test's or a notebook's stream: sys.stdout is all there is
+
+
+def _without_nan(value: Any) -> Any:
+    """`value` with null for what JSON has no number for: a time that was not taken must not cost all others."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _without_nan(one) for key, one in value.items()}
+    return [_without_nan(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def _json_value(value: object) -> object:

@@ -9,12 +9,12 @@ from typing import Any
 
 import click
 
-from graphshard.cli.common import Output, answering
+from graphshard.cli.common import COUNT, Output, answering
 from graphshard.cli.doctor_checks import Check, machine_checks
 from graphshard.cli.doctor_memory import WindowScan, scan_windows
 from graphshard.cli.doctor_rank import EXECUTORS
 from graphshard.comm.launch import run_ranks
-from graphshard.core.errors import DeviceError, GraphshardError, SpecError
+from graphshard.core.errors import DeviceError, GraphshardError
 from graphshard.core.sizes import format_bytes
 from graphshard.report.tables import table_of
 
@@ -27,15 +27,13 @@ JSON_HELP = """JSON keys: `rows` {check, can, found, why_not}; `works` (the self
 
 
 @click.command("doctor", epilog=JSON_HELP)
-@click.option("--world-size", default=2, show_default=True, help="Ranks that you mean to run here.")
+@click.option("--world-size", type=COUNT, default=2, show_default=True, help="Ranks that you mean to run here.")
 @answering
 def command(out: Output, world_size: int) -> None:
     """Look at this machine, and run two ranks that read each other's memory.
 
     Exit code 3: the host runtime does not work here. Anything else that is missing is said, with its reason.
     """
-    if world_size < 1:
-        raise SpecError(f"--world-size is {world_size}, must be at least 1")
     scan = scan_windows()
     begin = time.perf_counter()
     tested = self_test()

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
+import signal
 from pathlib import Path
 from typing import Any
 
 import click
 
-from graphshard.cli.common import Output, Size, answering
+from graphshard.cli.common import COUNT, Output, Size, answering
 from graphshard.cli.generate_job import GenerateJob
 from graphshard.cli.generate_report import report_of, show_report, summary_of
 from graphshard.cli.generate_screen import Screen
-from graphshard.cli.planning import IntOrAuto
+from graphshard.cli.planning import IntOrAuto, Units
 from graphshard.cli.prompts import PROMPTS, Codec
 from graphshard.comm.launch import failure_text, raise_first_failure
 from graphshard.core.errors import SpecError
@@ -23,28 +25,43 @@ CACHE_STEP = 16
 """Cache lengths are multiples of this."""
 
 JSON_HELP = """JSON keys: `rows` has one row for each prompt {prompt_index, rank, prompt, state, text, tokens, ttft_ms,
-reason}: state is done or lost, and reason says why it was lost; `lost` {rank, prompt_indices, reason}; `restarts`
-{rank, reason}; `order` (ranks as they finished); `time_per_token_ms` and `ttft_ms` {median, p10, p90, p99, n};
-`model, world_size, run, num_tokens, batch_size, cache_length`; `report` null or {identical, units [{unit, name,
-num_bytes, gather_us, compute_us}], sharded and replicated [by rank: weight_bytes, chunk_bytes, slot_bytes,
-resident_bytes, other_bytes, kv_bytes_per_sequence, concurrency, startup_peak_rss_bytes, startup_peak_pss_bytes,
-pss_bytes, time_per_token_ms], memory_bytes, plan}, and `no_report` why there is none."""
+reason}: state is done or lost, and reason says why it was lost; `tokens` (by prompt, null if lost); `lost` {rank,
+prompt_indices, reason}; `restarts` {rank, reason}; `order` (ranks as they finished); `time_per_token_ms` and `ttft_ms`
+{median, p10, p90, p99, n}; `model, world_size, run, num_tokens, batch_size, cache_length`; `report` null or
+{identical, units [{unit, name, num_bytes, gather_us, compute_us}], sharded and replicated [by rank: weight_bytes,
+chunk_bytes, slot_bytes, resident_bytes, other_bytes, kv_bytes_per_sequence, concurrency, startup_peak_rss_bytes,
+startup_peak_pss_bytes, pss_bytes, time_per_token_ms], memory_bytes, plan}, and `no_report` why there is none."""
+
+
+class _Fault(click.ParamType[list[Any]]):
+    """A signal to a rank before a step, for tests: `SIGKILL:1@3`."""
+
+    name = "signal:rank@step"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[Any]:
+        """[signal, rank, step]; anything else is a usage error."""
+        if not isinstance(value, str):
+            return list(value)
+        found = re.fullmatch(r"(SIG[A-Z0-9]+):([0-9]+)@([0-9]+)", value)
+        if found is None or found.group(1) not in signal.Signals.__members__:
+            self.fail(f"{value!r} is no fault: write SIGKILL:1@3", param, ctx)
+        return [found.group(1), int(found.group(2)), int(found.group(3))]
 
 
 @click.command("generate", epilog=JSON_HELP)
 @click.option("--model", type=click.Path(path_type=Path), help="Folder of a llama checkpoint instead of SmolLM2-135M.")
-@click.option("--world-size", default=2, show_default=True, help="Rank processes.")
+@click.option("--world-size", type=COUNT, default=2, show_default=True, help="Rank processes.")
 @click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="Repeat it for more; eight are built in.")
 @click.option("--prompts", "prompts_file", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE")
-@click.option("--tokens", default=32, show_default=True, help="Tokens to generate for each prompt.")
+@click.option("--tokens", type=COUNT, default=32, show_default=True, help="Tokens to generate for each prompt.")
 @click.option("--run", type=click.Choice(["eager", "graph"]), default="graph", show_default=True)
 @click.option("--prefetch-depth", type=IntOrAuto(), default="auto", show_default=True)
-@click.option("--units", default="auto", show_default=True, help="layer, weight, bytes:CAP or auto.")
-@click.option("--batch-size", default=8, show_default=True, help="At most so many sequences in a step.")
+@click.option("--units", type=Units(), default="auto", show_default=True)
+@click.option("--batch-size", type=COUNT, default=8, show_default=True, help="At most so many sequences in a step.")
 @click.option("--memory", type=Size(), help="What one rank may use; by default an equal part of the machine's.")
 @click.option("--report", is_flag=True, help="Measure units, latency, memory, beside the replicated model.")
 @click.option("--restart", is_flag=True, help="Start a rank again that was killed; it joins the others.")
-@click.option("--fault", hidden=True, help="SIGNAL:RANK@STEP: a test's.")
+@click.option("--fault", type=_Fault(), hidden=True, help="SIGNAL:RANK@STEP: a test's.")
 @answering
 def command(
     out: Output,
@@ -60,15 +77,15 @@ def command(
     memory: int | None,
     report: bool,
     restart: bool,
-    fault: str | None,
+    fault: list[Any] | None,
 ) -> bool:
     """Generate greedily on rank processes; prompts are dealt to them in turn, and each rank decodes its own.
 
     Rank 0's first prompt is shown while it is generated. A rank that dies takes its own prompts with it and no others;
     a stopped one delays nobody. Exit code 1: prompts were lost, or a bit differs from the replicated model's.
     """
-    if tokens < 1 or world_size < 1 or batch_size < 1:
-        raise SpecError("--tokens, --world-size and --batch-size start at 1")
+    if memory is not None and not report:
+        raise click.UsageError("--memory is what --report counts with: give both, or neither")
     if restart and world_size == 1:
         raise SpecError("--restart needs another rank, that the restarted one can join: use --world-size 2 or more")
     folder = model or _smollm2()
@@ -79,7 +96,7 @@ def command(
         "run": run,
         "choices": {"units": units, "prefetch_depth": prefetch_depth},
         "report": report,
-        "fault": _fault(fault),
+        "fault": fault,
         **_sizes(folder, texts, tokens, world_size, batch_size),
     }
     screen = Screen(out, Codec(folder), texts, world_size)
@@ -127,7 +144,12 @@ def _texts(prompts: tuple[str, ...], file: Path | None) -> list[str]:
         raise SpecError("--prompt and --prompts were both given: put all prompts in the file, or none")
     texts = list(prompts)
     if file is not None:
-        texts = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        try:
+            texts = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        except UnicodeDecodeError as error:
+            raise SpecError(
+                f"--prompts {file} is not text: byte {error.start} is no UTF-8; write one prompt a line, in UTF-8"
+            ) from None
         if not texts:
             raise SpecError(f"--prompts {file} holds no prompt: write one a line")
     return texts or list(PROMPTS)
@@ -150,11 +172,3 @@ def _sizes(folder: Path, texts: list[str], num_tokens: int, world_size: int, bat
     length = min(config.max_positions, -(-longest // CACHE_STEP) * CACHE_STEP)
     most = -(-len(prompts) // world_size)
     return {"prompts": prompts, "cache_length": length, "batch_size": min(batch_size, most)}
-
-
-def _fault(text: str | None) -> list[Any] | None:
-    if text is None:
-        return None
-    name, _, where = text.partition(":")
-    rank, _, step = where.partition("@")
-    return [name, int(rank), int(step)]

@@ -90,7 +90,8 @@ class Screen:
             self._end_line()
         mine = range(story.rank, len(self._texts), self._world_size)
         if story.lost:
-            self._say(f"[rank {story.rank}] {story.lost}: prompts {_numbers(list(mine))} are LOST")
+            what = f"prompts {_numbers(list(mine))} are LOST" if mine else "it had no prompts"
+            self._say(f"[rank {story.rank}] {story.lost}: {what}")
         else:
             self._say(f"[rank {story.rank}] {story.ended[-1]}: started again")
 
@@ -123,4 +124,4 @@ class Screen:
 
 
 def _numbers(indices: list[int]) -> str:
-    return " ".join(map(str, indices)) or "none"
+    return " ".join(map(str, indices))

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
+from graphshard.cli.common import COUNT, refuse_given
 from graphshard.core.errors import SpecError
 from graphshard.core.layout import Layout, build_layout
 from graphshard.core.plan import Plan
@@ -16,10 +17,16 @@ from graphshard.core.program import Program
 from graphshard.core.specs import DeviceSpec, ModelSpec, StepShape
 from graphshard.schedule.auto import make_plan
 from graphshard.schedule.emit import emit_all
+from graphshard.schedule.options import AUTO
 from graphshard.schedule.synthetic import LLAMA_WEIGHTS, ONE_WEIGHT, synthetic_model
+from graphshard.schedule.units import unit_cap
 
 ANY_DEVICE = DeviceSpec(kind="host", name="any", memory_bytes=2**62)
 """For plans that are only looked at: it refuses none for its size."""
+
+LAYERS = click.IntRange(1, 10_000)
+SHAPES = click.IntRange(1, 4096)
+"""Step shapes that are counted from 1 on."""
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
@@ -36,6 +43,21 @@ class IntOrAuto(click.ParamType[int | str]):
         if not str(value).isdecimal():
             self.fail(f"{value!r} is neither a number nor auto", param, ctx)
         return int(value)
+
+
+class Units(click.ParamType[str]):
+    """A unit policy, or `auto`."""
+
+    name = "layer|weight|bytes:CAP|auto"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """The policy as it was written; an unknown one is a usage error that lists the known."""
+        try:
+            if value != AUTO:
+                unit_cap(str(value))
+        except SpecError as error:
+            self.fail(str(error), param, ctx)
+        return str(value)
 
 
 @dataclass(frozen=True)
@@ -78,7 +100,7 @@ class Planned:
 def plan_request(function: Decorated) -> Decorated:
     """Add the options of `PlanRequest`."""
     options = [
-        click.option("--layers", default=2, show_default=True, help="Layers of a synthetic model."),
+        click.option("--layers", type=LAYERS, default=2, show_default=True, help="Layers of a synthetic model."),
         click.option(
             "--weights",
             type=click.Choice(["one", "llama"]),
@@ -91,13 +113,15 @@ def plan_request(function: Decorated) -> Decorated:
             type=click.Path(path_type=Path),
             help="Folder of a llama checkpoint, instead of a synthetic model.",
         ),
-        click.option("--world-size", default=2, show_default=True, help="Ranks that share one copy."),
-        click.option("--units", default="layer", show_default=True, help="layer, weight, bytes:CAP or auto."),
+        click.option("--world-size", type=COUNT, default=2, show_default=True, help="Ranks that share one copy."),
+        click.option("--units", type=Units(), default="layer", show_default=True),
         click.option("--prefetch-depth", type=IntOrAuto(), default="auto", show_default=True),
         click.option("--num-slots", type=IntOrAuto(), default="auto", show_default=True),
         click.option("--head", type=click.Choice(["inside", "outside", "tail"]), default="inside", show_default=True),
-        click.option("--num-copy-streams", default=1, show_default=True),
-        click.option("--capture-sizes", default=1, show_default=True, help="Step shapes: batch sizes 1 to this."),
+        click.option("--num-copy-streams", type=COUNT, default=1, show_default=True),
+        click.option(
+            "--capture-sizes", type=SHAPES, default=1, show_default=True, help="Step shapes: batch sizes 1 to this."
+        ),
     ]
     for option in reversed(options):
         function = option(function)
@@ -107,11 +131,10 @@ def plan_request(function: Decorated) -> Decorated:
 def model_of(request: PlanRequest) -> ModelSpec:
     """The model that the request names, as data."""
     if request.model is not None:
+        refuse_given(("layers", "weights"), "a model's folder says what its layers are: leave it out, or --model")
         from graphshard.models.llama import load_llama  # imports torch
 
         return load_llama(request.model, max_batch_size=1).spec()
-    if request.layers < 1:
-        raise SpecError(f"--layers {request.layers}: a model has at least one")
     return synthetic_model(request.layers, LLAMA_WEIGHTS if request.weights == "llama" else ONE_WEIGHT)
 
 

@@ -27,6 +27,7 @@ from graphshard.bench.side_by_side import (
 from graphshard.bench.stats import summarize
 from graphshard.bench.trace import trace_step
 from graphshard.cli.prompts import Codec, Typewriter
+from graphshard.cli.streams import forgive_encoding
 from graphshard.comm.group import Group
 from graphshard.models.llama import load_llama
 from graphshard.runtime.runtime import Runtime
@@ -56,6 +57,7 @@ def gather(group: Group, request: dict[str, Any]) -> list[dict[str, object]]:
 
 def demo(group: Group, values: dict[str, Any]) -> dict[str, Any]:
     """`demo` on one rank: replicated, then sharded; each is gone before the next is built."""
+    forgive_encoding()
     request = DemoRequest(**values)
     torch.set_num_threads(1)
     workload = Workload.deal(request.prompts, request.num_tokens, group)

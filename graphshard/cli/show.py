@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from graphshard.cli.common import Output, answering
+from graphshard.cli.common import Output, answering, refuse_given
 from graphshard.cli.planning import Planned, PlanRequest, plan_request, planned
 from graphshard.core.lowering import Lowered, lower
 from graphshard.core.specs import StepShape
@@ -37,6 +37,9 @@ def command(out: Output, noun: str, lowered: bool, **options: Any) -> None:
     if lowered and noun != "program":
         raise click.UsageError(f"--lowered goes with program, not with {noun}")
     if noun in ("bound", "graph"):
+        refuse_given(
+            ("weights", "capture_sizes"), f"{noun} is shown of batch size 1, and of small layers or of --model"
+        )
         _show_on_device(out, noun, request)
         return
     made = planned(request)
@@ -97,6 +100,8 @@ def _short(value: object) -> str:
 
 
 def _show_on_device(out: Output, noun: str, request: PlanRequest) -> None:
+    if request.model is not None:
+        refuse_given(("layers",), "a model's folder says what its layers are: leave it out, or --model")
     from graphshard.bench.threads import run_threads  # from here on torch is imported
     from graphshard.cli.tiny import TinyRuntimes
 

@@ -10,7 +10,6 @@ from graphshard.bench.noop import noop_runtime
 from graphshard.bench.trace import bound_of, bound_rows
 from graphshard.cli.planning import ANY_DEVICE, PlanRequest
 from graphshard.comm.group import Group
-from graphshard.core.errors import SpecError
 from graphshard.core.specs import StepShape
 from graphshard.runtime.runtime import Runtime
 from graphshard.schedule.auto import make_plan
@@ -61,8 +60,6 @@ class TinyRuntimes:
             model = load_llama(self._request.model, max_batch_size=1)
             plan = make_plan(model.spec(), group.world_size, ANY_DEVICE, **choices)
             return graphshard.compile(model, group, checkpoint=self._request.model, plan=plan, capture_sizes=())
-        if self._request.layers < 1:
-            raise SpecError(f"--layers {self._request.layers}: a model has at least one")
         spec = synthetic_model(self._request.layers, (("proj", (1024,)),), dtype="float32")
         plan = make_plan(spec, group.world_size, ANY_DEVICE, min_shard_bytes=0, **choices)
         return noop_runtime(spec, plan, group)

@@ -9,10 +9,9 @@ from typing import Any
 import click
 
 from graphshard.bench.stats import summarize
-from graphshard.cli.common import Output, answering, check_writable, rank_values
-from graphshard.cli.planning import IntOrAuto
+from graphshard.cli.common import COUNT, Output, answering, check_writable, rank_values
+from graphshard.cli.planning import IntOrAuto, Units
 from graphshard.cli.prompts import PROMPTS, Codec
-from graphshard.core.errors import SpecError
 from graphshard.core.timeline import Span, Timeline, unit_times
 from graphshard.models.config import load_llama_config
 from graphshard.report.perfetto import write_perfetto
@@ -30,11 +29,11 @@ segment}; times count from the first rank's first op. `ranks` {rank, step_us, co
 
 @click.command("trace", epilog=JSON_HELP)
 @click.option("--model", type=click.Path(path_type=Path), help="Folder of a llama checkpoint instead of SmolLM2-135M.")
-@click.option("--world-size", default=2, show_default=True, help="Rank processes.")
-@click.option("--batch-size", default=1, show_default=True, help="Sequences of the step.")
-@click.option("--cache-length", default=64, show_default=True, help="Positions of the KV cache.")
+@click.option("--world-size", type=COUNT, default=2, show_default=True, help="Rank processes.")
+@click.option("--batch-size", type=COUNT, default=1, show_default=True, help="Sequences of the step.")
+@click.option("--cache-length", type=COUNT, default=64, show_default=True, help="Positions of the KV cache.")
 @click.option("--prefetch-depth", type=IntOrAuto(), default="auto", show_default=True)
-@click.option("--units", default="auto", show_default=True, help="layer, weight, bytes:CAP or auto.")
+@click.option("--units", type=Units(), default="auto", show_default=True)
 @click.option("--head", type=click.Choice(["inside", "outside", "tail"]), default="inside", show_default=True)
 @click.option("--executor", type=click.Choice(EXECUTORS), default="auto", show_default=True)
 @click.option(
@@ -59,8 +58,6 @@ def command(
 
     That graph has more nodes than the real one, so it is never the one that is timed; the real one's time is beside it.
     """
-    if world_size < 1 or batch_size < 1 or cache_length < 1:
-        raise SpecError("--world-size, --batch-size and --cache-length start at 1")
     for option, path in (("--out", trace_path), ("--png", png)):
         if path is not None:
             check_writable(option, path)

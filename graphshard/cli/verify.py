@@ -8,10 +8,14 @@ from typing import Any
 
 import click
 
-from graphshard.cli.common import Output, answering
+from graphshard.cli.common import Output, answering, refuse_given
 from graphshard.cli.planning import PlanRequest, plan_request, planned
+from graphshard.core.errors import ProgramError
 from graphshard.core.program import Program
 from graphshard.verify import verify
+
+PLAN_OPTIONS = ("layers", "weights", "model", "units", "prefetch_depth", "num_slots", "head", "capture_sizes")
+"""What files make superfluous; copies and their streams are no part of a file."""
 
 
 @click.command("verify")
@@ -26,7 +30,8 @@ def command(out: Output, files: tuple[Path, ...], **options: Any) -> bool:
     """
     request = PlanRequest(**options)
     if files:
-        programs = [Program.parse(path.read_text()) for path in files]
+        refuse_given(PLAN_OPTIONS, "a file's program is what it is: leave out the option, or the files")
+        programs = [Program.parse(_text(path)) for path in files]
         report = verify(programs, num_copies=request.world_size, num_copy_streams=request.num_copy_streams)
     else:
         made = planned(request)
@@ -35,3 +40,13 @@ def command(out: Output, files: tuple[Path, ...], **options: Any) -> bool:
     rows = [{**asdict(violation), "name": violation.name} for violation in report.violations]
     out.emit(rows, good=report.is_good, num_programs=report.num_programs, num_ops=report.num_ops)
     return report.is_good
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ProgramError(
+            f"cannot read the program: {path} is not text (byte {error.start} is no UTF-8); give a file that "
+            "`graphshard show program` wrote"
+        ) from None

@@ -21,6 +21,10 @@ from graphshard.core.errors import ProgramError
 from graphshard.core.ops import AgLaunch, Gemm, Op, RecordGate, RecordOutputs, StreamName, WaitOnce
 from graphshard.core.text import digest_of, parse_name
 
+MAX_SLOTS = 2**14
+MAX_UNITS = 2**20
+"""Far above any program's, and small enough to be looked at one by one."""
+
 _FIELD = re.compile(r'(\w+)=("(?:[^"\\]|\\.)*"|\S+)')
 _OP_LINE = re.compile(r"(?:(\d+)\s+)?([a-z_]+)\s*(.*)")
 
@@ -140,6 +144,9 @@ class _Parser:
         sizes = {name: self.integer(name, value) for name, value in found.items()}
         if min(sizes.values()) < 0:
             raise self.fail("sizes start at 0")
+        for name, most in (("num_slots", MAX_SLOTS), ("num_units", MAX_UNITS), ("num_segments", MAX_UNITS)):
+            if sizes[name] > most:
+                raise self.fail(f"{name} is at most {most}")
         return sizes
 
     def state(self, rest: str, num_slots: int) -> tuple[int | None, ...]:

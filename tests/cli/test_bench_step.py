@@ -86,7 +86,7 @@ def test_exit_code_1_where_logits_differ(small: Path, monkeypatch: pytest.Monkey
         (["--plans", "weight/0"], "is no plan"),
         (["--plans", "weight/0/quick"], "is no plan"),
         (["--plans", "heap/0/cooperative"], "unknown unit policy 'heap'; known are layer"),
-        (["--launches", 0], "--launches is 0"),
+        (["--launches", 0], "0 is not in the range x>=1"),
         (["--model", "/nonexistent"], "/nonexistent"),
         (["--png", "/nonexistent/a.png"], "cannot be written"),
     ],

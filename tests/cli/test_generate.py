@@ -5,6 +5,7 @@ Faults are deterministic: a rank sends the signal to itself before a step that t
 
 from __future__ import annotations
 
+import shutil
 import sys
 from functools import cache
 from pathlib import Path
@@ -12,15 +13,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from cli_runner import Answer, apart, here
 from small_llama import CONFIG, write_small_llama
 
+from graphshard.bench.decode import decode
 from graphshard.bench.threads import run_threads
 from graphshard.cli.common import Output
 from graphshard.cli.generate_rank import GenerateRequest, decode_batches, maker
 from graphshard.cli.generate_screen import Screen
 from graphshard.cli.prompts import PROMPTS, Codec
 from graphshard.comm.group import Group
+from graphshard.core.errors import SpecError
 
 NUM_TOKENS = 5
 WORLD_SIZE = 3
@@ -39,11 +43,11 @@ def replicated_tokens(folder: Path, world_size: int) -> list[list[int]]:
     batch_size = -(-len(prompts) // world_size)
     request = GenerateRequest(str(folder), prompts, NUM_TOKENS, batch_size, 32, "graph", {}, False, "", None)
 
-    def decode(group: Group) -> list[dict[str, Any]]:
+    def decoded(group: Group) -> list[dict[str, Any]]:
         with maker(group, request)("replicated") as runtime:
             return decode_batches(runtime, group, request, None)
 
-    batches = [batch for rank in run_threads(decode, world_size) for batch in rank]
+    batches = [batch for rank in run_threads(decoded, world_size) for batch in rank]
     tokens = {index: one for batch in batches for index, one in zip(batch["prompts"], batch["tokens"], strict=True)}
     return [tokens[index] for index in range(len(PROMPTS))]
 
@@ -132,7 +136,6 @@ def test_several_batches_a_file_and_a_rank_without_prompts(folder: Path, tmp_pat
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--tokens", "0"], "--tokens"),
         (["--world-size", "1", "--restart"], "--restart needs another rank"),
         (["--prompt", ""], "prompt 0 ('') has no token"),
         (["--tokens", "999999"], "positions, the model has"),
@@ -142,6 +145,74 @@ def test_several_batches_a_file_and_a_rank_without_prompts(folder: Path, tmp_pat
 def test_bad_requests_are_said_before_ranks_are_started(options: list[str], says: str, folder: Path) -> None:
     answer = here("generate", "--model", folder, *options)
     assert answer.code == 2 and says in answer.err and answer.err.startswith("SpecError: ")
+
+
+def test_files_that_are_not_what_they_should_be_are_said_before_ranks_are_started(folder: Path, tmp_path: Path) -> None:
+    latin = tmp_path / "latin.txt"
+    latin.write_bytes("caf\u00e9".encode("latin-1"))
+    answer = here("generate", "--model", folder, "--prompts", latin)
+    assert (answer.code, answer.out) == (2, "")
+    assert answer.err == (
+        f"SpecError: --prompts {latin} is not text: byte 3 is no UTF-8; write one prompt a line, in UTF-8\n"
+    )
+    shutil.copytree(folder, tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").write_text("{")
+    answer = here("generate", "--model", tmp_path / "model")
+    assert (answer.code, answer.out) == (2, "") and answer.err.count("\n") == 1
+    assert "tokenizer.json is no tokenizer (" in answer.err and answer.err.startswith("SpecError: ")
+
+
+def test_a_tokenizer_of_another_model_is_refused(folder: Path, tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    shutil.copytree(folder, tmp_path / "model")
+    words = tokenizers.models.WordLevel({"a": 1, "b": CONFIG.vocab_size}, unk_token="a")
+    tokenizer = tokenizers.Tokenizer(words)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "model" / "tokenizer.json"))
+    answer = here("generate", "--model", tmp_path / "model", "--prompt", "a b")
+    assert answer.code == 2
+    assert answer.err.startswith("SpecError: prompt 'a b' has token 320, outside the vocabulary of 320: ")
+
+
+class FakeStep:
+    """A step of two sequences and five tokens, whose logits prefer token 3."""
+
+    def __init__(self) -> None:
+        self.inputs = {name: torch.zeros(2, 1, dtype=torch.int64) for name in ("tokens", "positions")}
+        self.outputs = {"logits": torch.eye(5)[[3, 3]].view(2, 1, 5)}
+        self.num_replays = 0
+
+    def replay(self) -> None:
+        self.num_replays += 1
+
+
+@pytest.mark.parametrize(
+    ("prompts", "num_tokens", "num_positions", "says"),
+    [
+        ([[1], [5]], 2, 4, "prompt 1 has token 5, outside the vocabulary of 5"),
+        ([[-1], [4]], 2, 4, "prompt 0 has token -1, outside the vocabulary of 5"),
+        ([[1, 2, 3], [4]], 3, 4, "decoding needs 5 positions and the caches have 4"),
+        ([[1], [4]], 0, 4, "num_tokens is 0: generate at least one"),
+        ([[1], []], 2, 4, "each needs one, of >= 1 token"),
+    ],
+)
+def test_what_a_step_cannot_refuse_is_refused_before_it_runs(
+    prompts: list[list[int]], num_tokens: int, num_positions: int, says: str
+) -> None:
+    step = FakeStep()
+    with pytest.raises(SpecError, match=says):
+        decode(step, prompts, num_tokens, num_positions=num_positions)
+    assert step.num_replays == 0
+    assert decode(step, [[1, 2, 0], [4]], 2, num_positions=4).tokens == [[3, 3], [3, 3]]
+
+
+def test_a_lost_rank_without_prompts_loses_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job: Any = FakeJob()
+    screen = Screen(Output(None, {}, sys.stdout, sys.stdout, False), Codec(tmp_path), ["A"], 2)
+    screen.follow(job)
+    job.stories[1].lost = "was killed by SIGKILL"
+    job.on_change(job.stories[1])
+    assert capsys.readouterr().out == "[rank 1] was killed by SIGKILL: it had no prompts\n"
 
 
 def test_ranks_that_all_fail_are_one_error(folder: Path, tmp_path: Path) -> None:
@@ -193,7 +264,7 @@ def test_one_prompt_grows_while_others_wait_but_not_for_a_stopped_rank(
 
 def test_help_documents_the_json_and_hides_what_is_for_tests() -> None:
     text = here("generate", "--help").out
-    assert "ttft_ms" in text and "concurrency" in text and "--fault" not in text
+    assert "ttft_ms" in text and "`tokens` (by prompt" in text and "concurrency" in text and "--fault" not in text
 
 
 @pytest.mark.slow

@@ -105,6 +105,30 @@ def test_verify_of_a_text_that_is_no_program_is_code_2(tmp_path: Path) -> None:
     assert answer.err.startswith("ProgramError: cannot read the program: line 7")
 
 
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (b"\x7fELF\x02\x01\xff\xfe", "is not text (byte 6 is no UTF-8)"),
+        (b"program num_slots=99999999999 num_units=1 num_segments=1\n", "num_slots is at most 16384"),
+        (b"program num_slots=1 num_units=99999999999 num_segments=1\n", "num_units is at most 1048576"),
+        (b"program num_slots=1 num_units=1 num_segments=" + b"9" * 5000 + b"\n", "is not a whole number"),
+    ],
+    ids=["binary", "slots", "units", "digits"],
+)
+def test_verify_of_absurd_files_is_code_2(tmp_path: Path, text: bytes, says: str) -> None:
+    file = tmp_path / "absurd.txt"
+    file.write_bytes(text)
+    answer = here("verify", file)
+    assert answer.code == 2 and answer.out == ""
+    assert answer.err.startswith("ProgramError: ") and says in answer.err and answer.err.count("\n") == 1
+
+
+def test_verify_of_the_most_slots_and_units_is_quick(tmp_path: Path) -> None:
+    file = tmp_path / "large.txt"
+    file.write_text("program num_slots=16384 num_units=1048576 num_segments=1048576\nrecord_outputs stream=compute\n")
+    assert here("verify", file).code == 1
+
+
 def test_verify_of_several_files_counts_distinct_programs(tmp_path: Path) -> None:
     first, second = tmp_path / "first.txt", tmp_path / "second.txt"
     first.write_text(here("show", "program", "--layers", 3, "--prefetch-depth", 1, "--head", "tail").out)

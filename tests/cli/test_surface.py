@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from cli_runner import apart, here
 
 from graphshard.cli import COMMANDS, cli
-from graphshard.cli.common import EXIT_OUR_FAULT, exit_code
+from graphshard.cli.common import EXIT_OUR_FAULT, Output, exit_code
 from graphshard.core.errors import CommError, DeviceError, LoadError, ProgramError, SpecError
 
 COMMAND_LINES = [
@@ -35,6 +38,7 @@ def test_help_of_the_whole_names_every_command_and_the_exit_codes() -> None:
     assert answer.code == 0
     assert all(f"  {name} " in answer.out for name in COMMANDS)
     assert "1 the answer is no" in answer.out
+    assert all(f"{code} " in answer.out for code in (EXIT_OUR_FAULT, 130, 141))
 
 
 def test_every_registered_command_exists() -> None:
@@ -52,9 +56,48 @@ def test_every_registered_command_exists() -> None:
         ["show", "program", "--prefetch-depth", "-1"],
         ["bench", "gather", "--sizes", "14 parsecs"],
         ["bench", "gather", "--peers", "memcpy,nvlink"],
+        ["bench", "gather", "--sizes", "0"],
+        ["bench", "gather", "--sizes", "1MiB,0"],
+        ["bench", "gather", "--cold-size", "0"],
+        ["bench", "gather", "--repeats", "0"],
+        ["bench", "gather", "--world-size", "0"],
+        ["bench", "dispatch", "--units", "0"],
+        ["bench", "dispatch", "--unit-size", "0B"],
+        ["bench", "dispatch", "--prefetch-depth", "-1"],
+        ["bench", "dispatch", "--repeats", "-1"],
+        ["bench", "compile", "--layers", "0"],
+        ["bench", "compile", "--capture-sizes", "0"],
+        ["bench", "compile", "--units", "molecule"],
+        ["bench", "step", "--steps", "0"],
+        ["bench", "step", "--cache-length", "0"],
+        ["doctor", "--world-size", "0"],
+        ["trace", "--batch-size", "0"],
+        ["demo", "--tokens", "0"],
+        ["demo", "--run", ","],
+        ["demo", "--units", "molecule"],
+        ["generate", "--world-size", "0"],
+        ["generate", "--memory", "0"],
+        ["generate", "--memory", "1GiB"],
+        ["generate", "--units", "bytes:many"],
+        ["generate", "--fault", "nonsense"],
+        ["generate", "--fault", "SIGSOME:1@2"],
+        ["generate", "--fault", "SIGKILL:one@2"],
+        ["show", "plan", "--world-size", "0"],
+        ["show", "program", "--layers", "0"],
+        ["show", "program", "--layers", "10001"],
+        ["show", "program", "--units", "molecule"],
+        ["show", "plan", "--capture-sizes", "0"],
+        ["show", "plan", "--num-copy-streams", "0"],
+        ["show", "bound", "--weights", "llama"],
+        ["show", "graph", "--capture-sizes", "2"],
+        ["show", "graph", "--model", "folder", "--layers", "3"],
+        ["show", "plan", "--model", "folder", "--weights", "one"],
+        ["verify", "--model", "folder", "--layers", "3"],
+        ["verify", __file__, "--layers", "3"],
+        ["verify", __file__, "--head", "tail"],
         ["verify", "no-such-file.txt"],
     ],
-    ids=" ".join,
+    ids=lambda line: " ".join(line).replace(__file__, "FILE"),
 )
 def test_usage_errors_are_code_2(line: list[str]) -> None:
     answer = here(*line)
@@ -70,12 +113,9 @@ def test_unknown_names_list_the_known_ones() -> None:
 @pytest.mark.parametrize(
     ("line", "error", "says"),
     [
-        (["show", "plan", "--world-size", "0"], "SpecError", "world_size"),
-        (["show", "program", "--layers", "0"], "SpecError", "--layers 0"),
-        (["show", "program", "--units", "molecule"], "SpecError", "molecule"),
         (["show", "model", "--model", "no/such/folder"], "SpecError", "no/such/folder"),
         (["show", "program", "--prefetch-depth", "2", "--num-slots", "1"], "SpecError", "slots"),
-        (["demo", "--tokens", "0", "--model", "no/such/folder"], "SpecError", "--tokens"),
+        (["show", "program", "--num-copy-streams", "65"], "SpecError", "num_copy_streams is 65; at most 64"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
@@ -120,6 +160,27 @@ def test_a_json_file_that_cannot_be_written_is_code_2(tmp_path: Path) -> None:
         assert answer.code == 2 and str(path) in answer.err and answer.out == ""
 
 
+def test_a_number_that_is_none_is_null(tmp_path: Path) -> None:
+    """Not an error after all the work is done."""
+    path = tmp_path / "a.json"
+    out = Output(str(path), {}, sys.stdout, sys.stdout, debug=False)
+    out.emit([{"us": float("nan"), "all": (1.5, float("inf"))}], nested={"a": [float("-inf"), True, "nan"]})
+    told = json.loads(path.read_text())
+    assert told["rows"] == [{"us": None, "all": [1.5, None]}] and told["nested"] == {"a": [None, True, "nan"]}
+
+
+def test_a_locale_without_a_letter_shows_another(tmp_path: Path) -> None:
+    file = tmp_path / "program.txt"
+    file.write_text("prógram num_slots=1\n", encoding="utf-8")
+    command = [sys.executable, "-m", "graphshard", "verify", str(file)]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, timeout=60, env=environment, check=False)
+    assert done.returncode == 2 and b"found 'pr?gram num_slots=1'" in done.stderr
+    program = "from graphshard.cli.streams import forgive_encoding\nforgive_encoding()\nprint('caf\\u00e9')\n"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60, env=environment, check=True)
+    assert done.stdout == b"caf?\n"
+
+
 def test_json_alone_on_standard_output() -> None:
     answer = apart("bench", "compile", "--layers", 4, "--capture-sizes", 2, "--repeats", 1, "--json", "-")
     assert answer.code == 0
@@ -138,18 +199,12 @@ def test_what_children_print_stays_out_of_the_json() -> None:
         "    os.write(1, b'raw\\n'); os.system('echo child'); print('text'); out.say('table'); out.emit([], x=1)\n"
         "command(['--json', '-'])\n"
     )
-    import subprocess
-    import sys
-
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert json.loads(done.stdout)["x"] == 1
     assert {"raw", "child", "text", "table"} <= set(done.stderr.split())
 
 
 def test_a_reader_that_goes_away_is_no_traceback() -> None:
-    import subprocess
-    import sys
-
     command = [sys.executable, "-m", "graphshard", "show", "program", "--layers", "5000", "--units", "layer"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stderr is not None
