@@ -11,7 +11,7 @@ from graphshard.bench.compile import CompileRequest, measure_compile
 from graphshard.bench.stats import summarize
 from graphshard.cli.bench_step import command as step
 from graphshard.cli.common import COUNT, Names, Output, Size, Sizes, answering, rank_values
-from graphshard.cli.planning import LAYERS, SHAPES, Units
+from graphshard.cli.planning import LAYERS, RANKS, SHAPES, Units
 from graphshard.core.sizes import format_bytes
 from graphshard.report.tables import table_of
 
@@ -78,7 +78,7 @@ def dispatch(out: Output, units: int, unit_size: int, prefetch_depth: int, world
 @command.command("compile")
 @click.option("--layers", type=LAYERS, default=93, show_default=True)
 @click.option("--capture-sizes", type=SHAPES, default=16, show_default=True, help="Batch sizes 1 to this.")
-@click.option("--world-size", type=COUNT, default=8, show_default=True)
+@click.option("--world-size", type=RANKS, default=8, show_default=True)
 @click.option("--units", type=Units(), default="layer", show_default=True)
 @click.option("--prefetch-depth", type=DEPTH, default=1, show_default=True)
 @click.option("--head", type=click.Choice(["inside", "outside", "tail"]), default="inside", show_default=True)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
-from graphshard.cli.common import COUNT, refuse_given
+from graphshard.cli.common import refuse_given
 from graphshard.core.errors import SpecError
 from graphshard.core.layout import Layout, build_layout
 from graphshard.core.plan import Plan
@@ -17,7 +17,7 @@ from graphshard.core.program import Program
 from graphshard.core.specs import DeviceSpec, ModelSpec, StepShape
 from graphshard.schedule.auto import make_plan
 from graphshard.schedule.emit import emit_all
-from graphshard.schedule.options import AUTO
+from graphshard.schedule.options import AUTO, MAX_COPY_STREAMS
 from graphshard.schedule.synthetic import LLAMA_WEIGHTS, ONE_WEIGHT, synthetic_model
 from graphshard.schedule.units import unit_cap
 
@@ -27,6 +27,8 @@ ANY_DEVICE = DeviceSpec(kind="host", name="any", memory_bytes=2**62)
 LAYERS = click.IntRange(1, 10_000)
 SHAPES = click.IntRange(1, 4096)
 """Step shapes that are counted from 1 on."""
+RANKS = click.IntRange(1, 4096)
+COPY_STREAMS = click.IntRange(1, MAX_COPY_STREAMS)
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
@@ -113,12 +115,12 @@ def plan_request(function: Decorated) -> Decorated:
             type=click.Path(path_type=Path),
             help="Folder of a llama checkpoint, instead of a synthetic model.",
         ),
-        click.option("--world-size", type=COUNT, default=2, show_default=True, help="Ranks that share one copy."),
+        click.option("--world-size", type=RANKS, default=2, show_default=True, help="Ranks that share one copy."),
         click.option("--units", type=Units(), default="layer", show_default=True),
         click.option("--prefetch-depth", type=IntOrAuto(), default="auto", show_default=True),
         click.option("--num-slots", type=IntOrAuto(), default="auto", show_default=True),
         click.option("--head", type=click.Choice(["inside", "outside", "tail"]), default="inside", show_default=True),
-        click.option("--num-copy-streams", type=COUNT, default=1, show_default=True),
+        click.option("--num-copy-streams", type=COPY_STREAMS, default=1, show_default=True),
         click.option(
             "--capture-sizes", type=SHAPES, default=1, show_default=True, help="Step shapes: batch sizes 1 to this."
         ),
