@@ -153,6 +153,7 @@ def _load(compiled: Compiled, rank: int, memory: RuntimeMemory, source: WeightSo
 def _certificate(compiled: Compiled, device: Device, buffers: Mapping[StepShape, Sequence[BufferSpec]]) -> Certificate:
     return Certificate(
         model=compiled.model.digest,
+        model_text=compiled.model.text(),
         plan=compiled.plan.digest,
         layout=compiled.layout.digest,
         programs={str(shape): program.text() for shape, program in compiled.programs.items()},
