@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -56,17 +57,30 @@ class Codec:
             return "".join(f" {token}" for token in tokens)
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
+    def is_special(self, token: int) -> bool:
+        """Whether `token` stands for no text: the end of one, or of a turn."""
+        return self._tokenizer is not None and token in self._special
+
+    @cached_property
+    def _special(self) -> frozenset[int]:
+        added = self._tokenizer.get_added_tokens_decoder()
+        return frozenset(token for token, what in added.items() if what.special)
+
 
 class Typewriter:
-    """Prints a growing text piece by piece; an unfinished character is held back."""
+    """Prints a growing text piece by piece, up to its end; an unfinished character is held back."""
 
     def __init__(self, codec: Codec) -> None:
         self._codec = codec
         self._tokens: list[int] = []
         self._shown = ""
+        self._is_over = False
 
     def add(self, token: int) -> None:
-        """Print what `token` adds to the text."""
+        """Print what `token` adds to the text; after its end nothing more, whatever a fixed number of steps gives."""
+        self._is_over = self._is_over or self._codec.is_special(token)
+        if self._is_over:
+            return
         self._tokens.append(token)
         text = self._codec.decode(self._tokens)
         if not text.endswith("\ufffd"):

@@ -168,13 +168,13 @@ class Llama:
         return Segment(SegmentSpec("head", None, (norm, *head)), _norm_then_linear(norm, head, c.norm_eps, "logits"))
 
 
-def load_llama(path: Path, max_batch_size: int, cache_length: int = DEFAULT_CACHE_LENGTH) -> Llama:
+def load_llama(path: str | Path, max_batch_size: int, cache_length: int = DEFAULT_CACHE_LENGTH) -> Llama:
     """The model whose config.json lies in the folder `path`; its weights are not read.
 
     Raises:
         SpecError: the config is missing, malformed or not supported.
     """
-    return Llama(load_llama_config(path), max_batch_size, cache_length)
+    return Llama(load_llama_config(Path(path)), max_batch_size, cache_length)
 
 
 def random_llama(

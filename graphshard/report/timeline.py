@@ -8,7 +8,7 @@ from pathlib import Path
 
 from graphshard.core.timeline import Span, Timeline
 
-COLORS = {"compute": "#4c78a8", "copy": "#f58518", "wait": "#e4e4e4"}
+COLORS = {"compute": "#4c78a8", "copy": "#f58518", "wait": "#c4c4c4"}
 """By kind of span. Waits are the time a stream stands still for another."""
 
 LETTERS = 250
