@@ -100,9 +100,7 @@ def command(
         **_sizes(folder, texts, tokens, world_size, batch_size),
     }
     screen = Screen(out, Codec(folder), texts, world_size)
-    out.say(
-        f"{folder.name}: {len(texts)} {'prompt' if len(texts) == 1 else 'prompts'} over {world_size} ranks, in batches of {request['batch_size']}"
-    )
+    out.say(f"{folder.name}: prompts: {len(texts)} over {world_size} ranks, in batches of {request['batch_size']}")
     with GenerateJob(request, world_size, restart=restart, timeout_s=RUN_TIMEOUT_S) as job:
         screen.follow(job)
         job.run()
