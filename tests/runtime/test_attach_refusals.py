@@ -97,6 +97,18 @@ def test_compiled_modules_are_refused() -> None:
         attach(module)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_tracing_an_attached_module_is_refused_and_leaves_it_right() -> None:
+    module = random_stack()
+    expected = outputs(module)
+    with attach(module), torch.no_grad():
+        with pytest.raises(
+            graphshard.ProgramError, match=r"torch\.jit\.trace would keep the bytes that slots hold now"
+        ):
+            torch.jit.trace(module, inputs()[0])
+        assert equal(outputs(module), expected)
+
+
 def test_attaching_twice_is_refused() -> None:
     module = random_stack()
     with (
