@@ -92,7 +92,7 @@ class LayerHooks:
     def _begin(self, ends_by_itself: bool) -> None:
         if torch.compiler.is_compiling():
             raise ProgramError("torch.compile does not run the hooks that gather weights; run the module as it is")
-        if torch.jit.is_tracing():
+        if torch._C._is_tracing():  # torch.jit.is_tracing, without its types
             raise ProgramError(
                 "torch.jit.trace would keep the bytes that slots hold now, not the weights; trace the module before it "
                 "is attached, or after detach()"
