@@ -47,7 +47,8 @@ def test_ranks_die_stop_and_come_back(tmp_path: Path) -> None:
         assert told["wrong"] == [] and told["same"]
         assert told["is_newcomer"] == (rank != 2)
         assert told["after"]["windows"] == told["before"]["windows"]
-        assert told["pinned_at_the_end"] == {}
+        if rank == 2:  # the others came back at once, and may not have met each other before they ended
+            assert told["pinned_at_the_end"] == {}
     survivor = results[2].value
     assert set(survivor["pinned"]) >= {"0", "1"} and set(survivor["pinned"].values()) == {survivor["pinned"]["0"]}
     assert "rank 1 (pid" in survivor["barrier"] or "rank 0 (pid" in survivor["barrier"]

@@ -349,6 +349,7 @@ def test_a_gather_from_outside_waits_for_the_step_launched_last() -> None:
         graph, prefetch = runtime.graph(1), runtime._streams["prefetch"]
         for _ in range(3):
             assert wrong_after(runtime, model, graph.replay) == []
+            assert runtime._streams["compute"].synchronize(30.0), "the first step's tail is to pass the open latch"
             latch.close()
             assert wrong_after(runtime, model, graph.replay) == [], "outputs are ready before the tail is joined"
             runtime._slots.forget()

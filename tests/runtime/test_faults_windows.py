@@ -148,7 +148,7 @@ def test_what_no_driver_allocated_is_refused_by_address() -> None:
     memory, stream = Memory(driver, 8192), Stream(driver)
     ordinary = np.zeros(16384, dtype=np.uint8)
     aligned = -(-ordinary.ctypes.data // 4096) * 4096
-    for address in (aligned, aligned + 64, memory.address + 8192, memory.address - 4096):
+    for address in (aligned, aligned + 64):  # what lies beside a memory may be another
         for op in (
             ("copy", 0, memory.address, address, 64),
             ("copy", 0, address, memory.address, 64),
