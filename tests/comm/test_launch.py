@@ -142,7 +142,7 @@ def test_torchrun_works_too() -> None:
         timeout=120,
         check=False,
     )
-    assert done.returncode == 0 and done.stdout.split() == ["3", "3"], done.stderr
+    assert done.returncode == 0 and "".join(done.stdout.split()) == "33", done.stderr  # lines may run into each other
 
 
 def test_what_cannot_be_started_again_is_refused() -> None:
