@@ -7,22 +7,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
+from small import CONFIG
 
 import graphshard
 from graphshard.bench.decode import EagerStep
 from graphshard.core.specs import StepShape
-from graphshard.models.config import LlamaConfig
 from graphshard.models.llama import random_llama
 
-CONFIG = LlamaConfig(
-    vocab_size=1024,
-    hidden_size=256,
-    intermediate_size=512,
-    num_layers=4,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=64,
-)
 BATCH_SIZE = 4
 
 

@@ -2,51 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
-from safetensors.torch import save_file
+from small import CONFIG
+from small_llama import write_small_llama
 
 from graphshard.bench.step_rows import label_of, step_rows
 from graphshard.comm.launch import raise_first_failure, run_ranks
-from graphshard.models.config import LlamaConfig
-from graphshard.models.llama import random_llama
-
-CONFIG = LlamaConfig(
-    vocab_size=1024,
-    hidden_size=256,
-    intermediate_size=512,
-    num_layers=4,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=64,
-)
-AS_SAVED = {
-    "model_type": "llama",
-    "vocab_size": CONFIG.vocab_size,
-    "hidden_size": CONFIG.hidden_size,
-    "intermediate_size": CONFIG.intermediate_size,
-    "num_hidden_layers": CONFIG.num_layers,
-    "num_attention_heads": CONFIG.num_heads,
-    "num_key_value_heads": CONFIG.num_kv_heads,
-    "head_dim": CONFIG.head_dim,
-    "rms_norm_eps": CONFIG.norm_eps,
-    "rope_theta": CONFIG.rope.theta,
-    "max_position_embeddings": CONFIG.max_positions,
-    "tie_word_embeddings": CONFIG.tied_embeddings,
-    "hidden_act": "silu",
-    "dtype": "float32",
-}
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("llama")
-    save_file(random_llama(CONFIG)[1], folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(AS_SAVED))
-    return folder
+    return write_small_llama(tmp_path_factory.mktemp("models") / "llama", CONFIG)
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])

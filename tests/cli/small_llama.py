@@ -22,25 +22,25 @@ CONFIG = LlamaConfig(
 )
 
 
-def write_small_llama(folder: Path) -> Path:
+def write_small_llama(folder: Path, config: LlamaConfig = CONFIG) -> Path:
     """`folder` with config.json and model.safetensors; there is no tokenizer."""
     folder.mkdir()
-    _, weights = random_llama(CONFIG)
+    _, weights = random_llama(config)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     values = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "vocab_size": CONFIG.vocab_size,
-        "hidden_size": CONFIG.hidden_size,
-        "intermediate_size": CONFIG.intermediate_size,
-        "num_hidden_layers": CONFIG.num_layers,
-        "num_attention_heads": CONFIG.num_heads,
-        "num_key_value_heads": CONFIG.num_kv_heads,
-        "head_dim": CONFIG.head_dim,
-        "rms_norm_eps": CONFIG.norm_eps,
-        "rope_theta": CONFIG.rope.theta,
-        "max_position_embeddings": CONFIG.max_positions,
-        "tie_word_embeddings": True,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope.theta,
+        "max_position_embeddings": config.max_positions,
+        "tie_word_embeddings": config.tied_embeddings,
         "hidden_act": "silu",
         "dtype": "float32",
     }

@@ -42,7 +42,8 @@ void stream_bytes(char* destination, const char* source, size_t num_bytes) {
 }
 
 // Between a level-2 cache and half of a last-level one the processor's own string copy beats libc's loop, which gives
-// it up at the size of the former: 1.1 times its rate at 3.5 MB, and steps are 4 to 7 % faster for it.
+// it up at the size of the former: 1.1 times its rate at 3.5 MB; steps at batch 1 took
+// 5 to 8 % less CPU time for it.
 constexpr size_t kStringBytes = size_t{64} << 10;
 
 bool has_fast_string_copy() {
