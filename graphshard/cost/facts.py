@@ -102,6 +102,8 @@ class ModelFacts:
     activation_bytes_per_token: int
     """Peak of a step's activations without logits: residual, normed, and the widest gemm's input and output."""
     deployment: Deployment
+    notes: tuple[str, ...] = ()
+    """What of the model is left out, one sentence each."""
 
     def weight(self, name: str) -> WeightFact:
         """The fact of the weight called `name`; SpecError if there is none."""
