@@ -55,13 +55,15 @@ def _experts_of_a_rank(part: Part, deployment: Deployment) -> int:
 
 
 def _cut(part: Part, shape: list[int], tp: int) -> None:
-    """Divide the axis that `split` names, in place; a vector (a bias) is cut with its column-parallel weight."""
+    """Divide the axis that `split` names, in place; what is no matrix (a bias, a convolution) its channels."""
     axis = part.in_axis if part.split == "row" else part.out_axis
     if axis is None:
-        axis = -1
+        axis = len(shape) - 1 if part.role == "routed_expert" else shape.index(max(shape))
     if part.role in ("embedding", "head"):
         shape[axis] = -(-shape[axis] // tp)  # vocabularies are padded, as servers do
         return
+    if part.role == "other" and shape[axis] % tp:
+        return  # a few values that are not counted by head or channel
     ways = min(tp, part.heads) if part.heads else tp  # with fewer key heads than ranks, each rank holds one
     if shape[axis] % ways or (part.heads and (part.heads % ways or tp % ways)):
         nearest = next(n for n in range(ways, 0, -1) if shape[axis] % n == 0 and part.heads % n == 0)

@@ -105,18 +105,16 @@ class _Reader:
     def _placed(self, found: Found) -> list[Placed]:
         """The part of a parameter inside the layers; two, values and scales, where it is stored in 4 bits."""
         role = role_of(found.place, found.owner, len(found.shape))
-        if role == "routed_expert" and len(found.shape) < 2:
-            role = "other"
         block = found.name.rsplit(".", 2 if found.place.attribute in ("weight", "bias") else 1)[0]
         if role == "routed_expert" and len(found.shape) == 3:
             return self._experts(found, block)
-        is_matrix = len(found.shape) == 2 and role not in ("norm", "other") and not _is_bias(found)
+        is_matrix = len(found.shape) == 2 and role not in ("norm", "other", "routed_expert")
         n_axis, k_axis = self._axes(found) if is_matrix else (None, None)
         part = Part(
             name=found.name,
             shape=found.shape,
             dtype=found.dtype,
-            role="other" if _is_bias(found) and role != "routed_expert" else role,
+            role=role,
             block=block,
             out_axis=n_axis,
             in_axis=k_axis,
@@ -168,7 +166,7 @@ class _Reader:
             role = "norm"
         elif isinstance(found.owner, nn.Linear) and len(found.shape) == 2:
             role, axes = ("head" if self._config is None else "other"), (0, 1)
-        is_cut = role in ("head", "embedding") and len(found.shape) == 2
+        is_cut = self._ends.is_head(found.name) or self._ends.is_embedding(found.name)
         return Part(found.name, found.shape, found.dtype, role, "model", *axes, "column" if is_cut else "none")
 
     def _axes(self, found: Found) -> tuple[int, int]:
@@ -219,9 +217,14 @@ class _Ends:
         for name, parameter in module.named_parameters(remove_duplicate=False):
             first.setdefault(id(parameter), name)
         self._head_name = first.get(id(self._head), "")
+        self._embedding_name = first.get(id(self._embedding), "")
 
     def is_head(self, name: str) -> bool:
         return bool(self._head_name) and name == self._head_name
+
+    def is_embedding(self, name: str) -> bool:
+        """Whether tokens are looked up in it; positions are in others."""
+        return bool(self._embedding_name) and name == self._embedding_name
 
     def is_tied(self, name: str) -> bool:
         """Whether `name` is looked up by the embedding and multiplied by the head."""
@@ -231,7 +234,3 @@ class _Ends:
     def _weight(module: nn.Module, getter: str) -> object:
         get = getattr(module, getter, None)
         return getattr(get() if callable(get) else None, "weight", None)
-
-
-def _is_bias(found: Found) -> bool:
-    return found.place.attribute.endswith("bias")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from graphshard.core.specs import SegmentSpec
 from graphshard.models.specs.part import Part
-from graphshard.models.specs.roles import ATTENTION, Place, is_row
+from graphshard.models.specs.roles import ATTENTION, ROUTERS, Place, is_row
 
 _AFTER_MLP = ("post_feedforward", "post_mlp", "post_ffn")
 _AFTER_ATTENTION = ("post_attention", "post_self_attn", "pre_feedforward", "pre_mlp", "post_attn")
@@ -28,7 +28,10 @@ class Placed:
 def in_running_order(placed: Sequence[Placed]) -> list[Placed]:
     """The parts of one layer, sorted; equals keep the order of their modules."""
     first_norm = next((one for one in placed if _is_layer_norm(one) and not _is_late(one)), None)
-    keys = {id(one): (_stage(one, one is first_norm), is_row(one.place), index) for index, one in enumerate(placed)}
+    first = first_norm.place.path if first_norm else ()
+    keys = {
+        id(one): (_stage(one, one.place.path == first), is_row(one.place), index) for index, one in enumerate(placed)
+    }
     return sorted(placed, key=lambda one: keys[id(one)])
 
 
@@ -69,7 +72,11 @@ def _moe_stage(one: Placed) -> int:
     role = one.part.role
     if role == "latent":
         return 5 if "up" in one.place.module else 3
-    return {"router": 3, "routed_expert": 4, "attention": 1}.get(role, 6)
+    if role == "router" or ROUTERS & set(one.place.path):
+        return 3
+    if role == "routed_expert":
+        return 4
+    return 1 if role == "attention" else 6
 
 
 def _is_layer_norm(one: Placed) -> bool:

@@ -72,8 +72,8 @@ def role_of(place: Place, owner: nn.Module, ndim: int) -> Role:
     if ROUTERS & set(place.path) or "router" in type(owner).__name__.lower():
         return "router"
     if EXPERTS & set(place.path):
-        return "routed_expert"
-    if ndim < 2 or isinstance(owner, nn.Conv1d):
+        return "routed_expert" if ndim >= 2 else "other"
+    if ndim != 2 or isinstance(owner, nn.Conv1d) or place.attribute != "weight":
         return "other"
     if isinstance(owner, nn.Embedding):
         return "embedding"
