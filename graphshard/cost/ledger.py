@@ -240,11 +240,7 @@ def make_ledger(
     Raises:
         SpecError: no step shape, no context, no memory, or a draft without a layout.
     """
-    if context_tokens < 1 or memory_bytes < 1:
-        raise SpecError(f"a ledger of {memory_bytes} B for contexts of {context_tokens} tokens: both start at 1")
-    if (model.draft is None) != (draft_layout is None):
-        missing = "layout" if draft_layout is None else "model"
-        raise SpecError(f"a draft needs a model and a layout: there is no draft {missing}")
+    _check_request(model, memory_bytes, context_tokens, draft_layout)
     over = overheads or Overheads()
     facts = [model.facts, *([model.draft.facts] if model.draft else [])]
     layouts = [layout, *([draft_layout] if draft_layout else [])]
@@ -268,6 +264,14 @@ def make_ledger(
         request_kv_bytes=sum(one.kv_bytes(context_tokens) for one in facts),
         request_state_bytes=sum(one.state_bytes_per_request for one in facts),
     )
+
+
+def _check_request(model: PlanningModel, memory_bytes: int, context_tokens: int, draft_layout: Layout | None) -> None:
+    if context_tokens < 1 or memory_bytes < 1:
+        raise SpecError(f"a ledger of {memory_bytes} B for contexts of {context_tokens} tokens: both start at 1")
+    if (model.draft is None) != (draft_layout is None):
+        missing = "layout" if draft_layout is None else "model"
+        raise SpecError(f"a draft needs a model and a layout: there is no draft {missing}")
 
 
 def graph_pool_bytes(facts: Sequence[ModelFacts], step_shapes: Sequence[StepShape], slack: float = 0.0) -> int:
