@@ -100,7 +100,8 @@ class ModelFacts:
     hidden_size: int
     vocab_size: int
     activation_bytes_per_token: int
-    """Peak of a step's activations without logits: residual, normed, and the widest gemm's input and output."""
+    """Peak of a step's activations without logits: residual, normed, and the widest gemm's input and output (`top_k`
+    rows of those in routed experts)."""
     deployment: Deployment
     notes: tuple[str, ...] = ()
     """What of the model is left out, one sentence each."""

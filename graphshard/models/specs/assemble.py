@@ -71,6 +71,9 @@ def _rows(part: Part) -> Rows:
 
 
 def _activation_bytes(hidden_size: int, facts: Iterable[WeightFact]) -> int:
-    """A token's residual and normed row, and the widest gemm's input and output; the head's logits are not counted."""
-    widest = max((fact.n + fact.k for fact in facts if fact.rows == "rank" and fact.role != "head"), default=0)
+    """A token's residual and normed row, and the widest gemm's input and output; the head's logits are not counted.
+
+    A token has `top_k` rows in the gemms of routed experts.
+    """
+    widest = max(((fact.n + fact.k) * fact.num_rows(1) for fact in facts if fact.role != "head"), default=0)
     return ACTIVATION_BYTES * (2 * hidden_size + widest)

@@ -165,7 +165,7 @@ class _Reader:
         elif "Norm" in type(found.owner).__name__:
             role = "norm"
         elif isinstance(found.owner, nn.Linear) and len(found.shape) == 2:
-            role, axes = ("head" if self._config is None else "other"), (0, 1)
+            role, axes = ("other" if self._ends.has_head else "head"), (0, 1)
         is_cut = self._ends.is_head(found.name) or self._ends.is_embedding(found.name)
         return Part(found.name, found.shape, found.dtype, role, "model", *axes, "column" if is_cut else "none")
 
@@ -218,6 +218,11 @@ class _Ends:
             first.setdefault(id(parameter), name)
         self._head_name = first.get(id(self._head), "")
         self._embedding_name = first.get(id(self._embedding), "")
+
+    @property
+    def has_head(self) -> bool:
+        """Whether the module says which weight is its head."""
+        return bool(self._head_name)
 
     def is_head(self, name: str) -> bool:
         return bool(self._head_name) and name == self._head_name

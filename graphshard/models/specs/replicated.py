@@ -28,7 +28,7 @@ SHARED_ROLES = ("attention", "mlp", "shared_expert", "latent", "routed_expert")
 _SMALL = {
     "router": "a router is small and is read first in its layer",
     "norm": "a norm is small",
-    "other": "it is no matrix of a gemm: small, and read by kernels of its own",
+    "other": "it is no projection of a layer: small, or read by kernels of its own",
     "embedding": "a step reads a few rows of it: a gather would move all of them",
     "head": "it is read once, last in a step: include it if its bytes are wanted",
 }
