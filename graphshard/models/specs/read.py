@@ -10,7 +10,6 @@ from graphshard.core.specs import ModelSpec
 from graphshard.cost.deployment import Deployment
 from graphshard.cost.facts import PlanningModel
 from graphshard.models.specs.config_file import read_config_file
-from graphshard.models.specs.hf_config import hf_model
 from graphshard.models.specs.kimi_k3 import is_kimi_k3, kimi_k3
 
 NAMED = ("kimi-k3",)
@@ -47,6 +46,8 @@ def _read(source: str | Path, deployment: Deployment) -> PlanningModel:
     file = read_config_file(path)
     if is_kimi_k3(file):
         return kimi_k3(deployment, file)
+    from graphshard.models.specs.hf_config import hf_model  # imports torch and transformers
+
     named = Path(file.where)
     return hf_model(file, named.parent.name if named.name == "config.json" else named.stem, deployment)
 
