@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -34,7 +34,7 @@ def find_parameters(module: nn.Module, stack: LayerStack) -> list[Found]:
     Raises:
         SpecError: a parameter has bytes: the module was not made on the meta device.
     """
-    prefixes = [(f"{name}.", layer) for layer, names in enumerate(stack.names) for name in names]
+    layer_at = {name: layer for layer, names in enumerate(stack.names) for name in names}
     first: dict[int, Found] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if parameter.device.type != "meta":
@@ -42,20 +42,28 @@ def find_parameters(module: nn.Module, stack: LayerStack) -> list[Found]:
                 f"weight {name} has bytes on {parameter.device}: make the module under torch.device('meta'), "
                 "or attach it, which shards what is loaded"
             )
-        prefix, layer = next(((p, i) for p, i in prefixes if name.startswith(p)), ("", None))
+        prefix = next((path for path in _paths(name) if path in layer_at), None)
+        layer = None if prefix is None else layer_at[prefix]
         known = first.get(id(parameter))
         layers = known.layers if known else ()
         if layer is not None and layer not in layers:
             layers = (*layers, layer)
         if known is None:
             path, _, attribute = name.rpartition(".")
-            inner = tuple(filter(None, name[len(prefix) :].split(".")[:-1]))
+            inner = tuple(name[len(prefix) + 1 if prefix else 0 :].split(".")[:-1])
             dtype = str(parameter.dtype).removeprefix("torch.")
             owner = module.get_submodule(path)
             first[id(parameter)] = Found(name, owner, Place(inner, attribute), tuple(parameter.shape), dtype, layers)
         else:
             first[id(parameter)] = Found(known.name, known.owner, known.place, known.shape, known.dtype, layers)
     return _stacked(list(first.values()))
+
+
+def _paths(name: str) -> Iterator[str]:
+    """The modules around a parameter, from the inside out."""
+    while "." in name:
+        name = name.rpartition(".")[0]
+        yield name
 
 
 def _stacked(found: Sequence[Found]) -> list[Found]:

@@ -19,6 +19,13 @@ from graphshard.models.specs.meta_module import module_spec_on_meta
 LAYER_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 SIZE_KEYS = ("hidden_size", "n_embd", "d_model", "dim")
 """A config that leaves these to its class's defaults describes another model than the one meant."""
+COUNT_KEYS = ("vocab_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "n_head")
+"""If they are there, they count something."""
+MAX_LAYERS = 1000
+"""More is a mistake in the file."""
+IGNORED_KEYS = ("quantization_config", "auto_map")
+"""Weights are made plain here, and no code of a checkpoint is run."""
+INSTEAD = "make the module under torch.device('meta') and give it to module_spec_on_meta"
 DTYPE_KEYS = ("dtype", "torch_dtype")
 TEXT_KEYS = ("text_config", "llm_config", "language_config")
 
@@ -42,34 +49,31 @@ def meta_module(file: ConfigFile, dtype: str) -> nn.Module:
     """The decoder that `file` describes, with parameters of `dtype` on the meta device.
 
     Raises:
-        SpecError: the model type is unknown, or transformers refuses the config.
+        SpecError: the model type is unknown or no decoder, or transformers refuses the config.
     """
-    config = _config(file)
     transformers = _transformers()
+    _check_keys(file)
+    made = _config_class(file)
+    if made not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise file.error(
+            "model_type",
+            f"is {file.values['model_type']!r}, which transformers {transformers.__version__} has no causal language "
+            f"model for: {INSTEAD}",
+        )
     try:
+        config = made.from_dict({key: value for key, value in file.values.items() if key not in IGNORED_KEYS})
         with torch.device("meta"):
             module = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
-    except Exception as error:  # whatever a model's constructor raises is about this config
-        raise SpecError(
-            f"{file.where}: transformers {transformers.__version__} makes no causal language model of model_type "
-            f"{file.values['model_type']!r}: {_first_line(error)}; check the sizes, or make the module under "
-            "torch.device('meta') yourself and give it to module_spec_on_meta"
-        ) from error
+    except Exception as error:  # each model validates its config in its own way
+        raise _refusal(file, error) from error
     assert isinstance(module, nn.Module), f"from_config made a {type(module).__name__}"
     return module
 
 
-def _config(file: ConfigFile) -> Any:
-    """The config object of transformers."""
-    _check_keys(file)
-    values = {key: value for key, value in file.values.items() if key not in ("quantization_config", "auto_map")}
-    made = _config_class(file)
-    try:
-        return made.from_dict(values)
-    except Exception as error:  # transformers validates each field in its own way
-        found = _named_key(file.values, error)
-        key = f"{found} is {file.values[found]!r}" if found else "the config"
-        raise file.error(key, f"is refused by transformers: {_first_line(error)}; correct it in the file") from error
+def _refusal(file: ConfigFile, error: Exception) -> SpecError:
+    """What a model's class found wrong, with the key if its error tells."""
+    reason = f"is refused by transformers ({_reason(error)}): correct it in the file, or {INSTEAD}"
+    return file.error(_named_key(file.values, error) or f"this {file.values['model_type']} config", reason)
 
 
 def _config_class(file: ConfigFile) -> Any:
@@ -82,7 +86,7 @@ def _config_class(file: ConfigFile) -> Any:
     raise file.error(
         "model_type",
         f"is {kind!r}, which transformers {_transformers().__version__} does not know (near it: {near}): "
-        "use a newer transformers, or make the module under torch.device('meta') and give it to module_spec_on_meta",
+        f"use a newer transformers, or {INSTEAD}",
     )
 
 
@@ -96,6 +100,12 @@ def _check_keys(file: ConfigFile) -> None:
         if key is None:
             raise file.error(keys[0], "is missing: add it, else transformers' default size would be planned for")
         file.count(key)
+    for key in COUNT_KEYS:
+        if isinstance(file.values.get(key), int):
+            file.count(key)
+    layers = next(file.count(key) for key in LAYER_KEYS if file.values.get(key) is not None)
+    if layers > MAX_LAYERS:
+        raise file.error("num_hidden_layers", f"is {layers}, more than the {MAX_LAYERS} of any model: correct it")
 
 
 def _dtype(file: ConfigFile, text: ConfigFile) -> str:
@@ -111,15 +121,21 @@ def _dtype(file: ConfigFile, text: ConfigFile) -> str:
 
 
 def _named_key(values: Mapping[str, Any], error: Exception) -> str:
-    """The first key of the config that the error's text quotes; empty if none."""
+    """The first key that the error quotes, or whose value it is about, with that value; empty if none."""
     text = str(error)
-    return next((key for key in values if f"'{key}'" in text or f"`{key}`" in text), "")
+    for key, value in values.items():
+        if f"'{key}'" in text or f"`{key}`" in text or (isinstance(value, str) and text == repr(value)):
+            return f"{key} is {value!r}, which"
+        if isinstance(value, dict) and (inner := _named_key(value, error)):
+            return f"{key}.{inner}"
+    return ""
 
 
-def _first_line(error: Exception) -> str:
-    """The error's last sentence on one line: validators put the reason below a headline."""
+def _reason(error: Exception) -> str:
+    """The error on one line: validators put the reason below a headline."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[-1] if len(lines) <= 2 else lines[0]) if lines else type(error).__name__
+    reason = (lines[-1] if len(lines) <= 2 else lines[0]) if lines else ""
+    return f"{type(error).__name__}: {reason}" if reason and len(lines) == 1 else reason or type(error).__name__
 
 
 def _transformers() -> Any:
