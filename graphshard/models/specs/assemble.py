@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from graphshard.core.specs import ModelSpec, WeightSpec
 from graphshard.cost.deployment import Deployment
 from graphshard.cost.facts import ModelFacts, PlanningModel, Rows, WeightFact
-from graphshard.models.specs.cutting import Held, held_by_a_rank
+from graphshard.models.specs.cutting import Held, check_heads, held_by_a_rank
 from graphshard.models.specs.formats import kept_dtype
 from graphshard.models.specs.part import Part, Parts
 from graphshard.models.specs.replicated import check_patterns, decide
@@ -22,6 +22,7 @@ def assemble(model: Parts, deployment: Deployment) -> PlanningModel:
     Raises:
         SpecError: the deployment does not divide the model, or a pattern names nothing or what cannot be sharded.
     """
+    check_heads(model.num_heads, deployment, model.name)
     weights, facts = [], []
     for part in model.parts:
         held = held_by_a_rank(part, deployment)

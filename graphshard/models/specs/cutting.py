@@ -37,6 +37,14 @@ def held_by_a_rank(part: Part, deployment: Deployment) -> Held:
     return Held(tuple(shape), n, k, matrices)
 
 
+def check_heads(num_heads: int, deployment: Deployment, model: str) -> None:
+    """SpecError unless tensor parallelism gives each rank whole heads of attention; 0 heads are not known."""
+    tp = deployment.tp
+    if num_heads % tp:
+        nearest = next(n for n in range(min(tp, num_heads), 0, -1) if num_heads % n == 0)
+        raise SpecError(f"tp {tp} does not divide the {num_heads} attention heads of {model}: use tp {nearest}")
+
+
 def _is_cut(part: Part, deployment: Deployment) -> bool:
     """Whether tensor parallelism cuts it: routed experts only where they are not spread whole."""
     if deployment.tp == 1 or part.split == "none":

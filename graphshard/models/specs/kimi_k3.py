@@ -144,7 +144,7 @@ class _Builder:
         self._block = ""
         self._matrix("lm_head.weight", c.vocab, c.hidden, "column", is_large=False)
         layers = [_layer_fact(c, layer, self._deployment) for layer in range(c.num_layers)]
-        return Parts(name, self._parts, self._segments, layers, c.hidden, c.vocab, NOTES)
+        return Parts(name, self._parts, self._segments, layers, c.hidden, c.vocab, c.heads, NOTES)
 
     def _attention(self, layer: int) -> None:
         self._at(layer, f"model.layers.{layer}", "attention")

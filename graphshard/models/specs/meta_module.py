@@ -100,7 +100,9 @@ class _Reader:
             segments.append(SegmentSpec("head", None, (*(part.name for part in after), *tied)))
         parts += after
         vocab = next((part.shape[0] for part in parts if part.role == "head"), 0)
-        return Parts(name, parts, segments, facts, self._hidden, vocab, notes)
+        heads = getattr(self._config, "num_attention_heads", 0)
+        heads = heads if isinstance(heads, int) else 0  # some models have a number for each layer
+        return Parts(name, parts, segments, facts, self._hidden, vocab, heads, notes)
 
     def _placed(self, found: Found) -> list[Placed]:
         """The part of a parameter inside the layers; two, values and scales, where it is stored in 4 bits."""
@@ -198,8 +200,8 @@ class _Reader:
             if isinstance(value, int) and value > 0:
                 return value
         raise SpecError(
-            f"{type(self._module).__name__} has routed experts, and its config none of {', '.join(TOP_K_KEYS)}: "
-            "add the number of experts a token is sent to"
+            f"{type(self._module).__name__} has routed experts, and its config no number above 0 under any of "
+            f"{', '.join(TOP_K_KEYS)}: add the number of experts that a token is sent to"
         )
 
     def _key_value_heads(self) -> int:

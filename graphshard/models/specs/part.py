@@ -51,5 +51,7 @@ class Parts:
     """Of one rank already."""
     hidden_size: int
     vocab_size: int
+    num_heads: int = 0
+    """Query heads, which tensor parallelism must divide; 0 where that is not known."""
     notes: Sequence[str] = field(default=())
     """What of the model is left out, one sentence each."""
