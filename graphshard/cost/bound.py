@@ -1,0 +1,205 @@
+"""A lower bound on exposed time for a memory target, to hold plans against. No plan of any tried setup is below it.
+
+Weights are sand: what is gathered is a mixture of the cheapest units, with no order among them. Kept are
+- slots: with k of them, the largest unit is one slot, and any k neighbouring units lie in k slots, so that if the
+  smallest slot has u bytes, at most (k - 1) ceil(n / k) of n units are larger than u;
+- sizes: a layer's unit is at most the layer, and a byte costs no less than in the largest unit that is allowed;
+- time: what is read from some segment on is all that may be gathered after it, and with one slot nothing is gathered
+  while another unit is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from graphshard.cost.problem import Problem, Setup
+from graphshard.cost.search import MAX_PATTERNS, Search
+
+_NEVER = float("inf")
+Gathered = tuple[float, float]
+"""(bytes, us): what is gathered at least, and how long that takes at least."""
+
+
+def exposed_bound_us(search: Search, target_bytes: int) -> float:
+    """What every choice that frees `target_bytes` exposes at least, a mean over the step shapes; inf if none does."""
+    if target_bytes <= 0:
+        return 0.0
+    return min((_setup_bound_us(search, setup, target_bytes) for setup in search.setups), default=0.0)
+
+
+def _setup_bound_us(search: Search, setup: Setup, target_bytes: int) -> float:
+    problem = search.problem
+    if setup.world_size == 1:
+        return _NEVER
+    gathered = _by_layer if setup.units == "layer" else _by_weight if setup.units == "weight" else _by_any
+    hidden = _hidden_us(problem, setup)
+    last = max(weight.begin for weight in problem.weights)
+    before_last = [profile[last] for profile in problem.profiles]
+    read = _read_times(problem) if setup.prefetch_depth == 0 else [0.0] * len(hidden)
+    largest = _largest_unit(problem, setup)  # the last unit is read after its gather
+    found = _NEVER
+    for size, us in gathered(search, setup, target_bytes):
+        taken = max(0.0, size - largest)
+        exposed = [
+            max(0.0, us - most, us + taken * per - before)
+            for most, per, before in zip(hidden, read, before_last, strict=True)
+        ]
+        found = min(found, problem.mean(exposed))
+    return found
+
+
+def _largest_unit(problem: Problem, setup: Setup) -> int:
+    if setup.units == "weight":
+        return max(weight.num_bytes for weight in problem.weights)
+    return max(sum(problem.weights[index].num_bytes for index in layer.weights) for layer in problem.layers)
+
+
+def _hidden_us(problem: Problem, setup: Setup) -> list[float]:
+    """For each step shape, the most that gathers can take with nothing exposed.
+
+    That is, for any segment, the compute before it and the gathers of all weights that are first read after it.
+    """
+    after: list[tuple[int, float]] = []
+    us = 0.0
+    layer, tail = -1, 0
+    closed = 0.0  # gathers of the layers behind
+    for weight in reversed(problem.weights):
+        after.append((weight.begin, us))
+        if setup.units == "layer":
+            if weight.layer != layer:
+                layer, tail, closed = weight.layer, 0, us
+            tail += weight.num_bytes
+            us = closed + problem.gather(tail, setup.world_size)
+        else:
+            us += problem.gather(weight.num_bytes, setup.world_size)
+    last = dict(reversed(after))  # of weights that begin together, none is after
+    return [min(profile[begin] + us for begin, us in last.items()) for profile in problem.profiles]
+
+
+def _by_layer(search: Search, setup: Setup, target_bytes: int) -> Iterator[Gathered]:
+    """One unit a layer, at most: every pair of a largest unit and a smallest slot."""
+    kinds = {layer.kind: layer for layer in search.problem.layers}
+    patterns = {kind: [p.num_bytes for p in search.patterns(layer, None)] for kind, layer in kinds.items()}
+    if any(len(sizes) >= MAX_PATTERNS for sizes in patterns.values()):
+        yield from _by_any(search, setup, target_bytes)  # some sizes were left out
+        return
+    sand = (_Sand(search, setup, patterns, 0.0), _Sand(search, setup, patterns, 1.0))
+    sizes = sorted({size for one in patterns.values() for size in one} - {0})
+    for index, largest in enumerate(sizes):
+        for smallest in sizes[: index + 1] if setup.prefetch_depth else [largest]:
+            wanted = _gross(target_bytes + largest + setup.prefetch_depth * smallest, setup)
+            us = [one.fill(wanted, largest, smallest) for one in sand]
+            if us[0] < _NEVER:
+                yield wanted, max(us)
+
+
+class _Sand:
+    """Prices of bytes in units of each size, and how many bytes there are at a price.
+
+    For each depth large units in a row there is a smaller one between them, with a t0 of its own. `share` of that t0 is
+    charged to the large ones and taken off the small ones: with any share the sum is no more than what is paid.
+    """
+
+    def __init__(self, search: Search, setup: Setup, patterns: dict[int, list[int]], share: float) -> None:
+        self.setup = setup
+        layers = search.problem.layers
+        self.counts = {kind: sum(layer.kind == kind for layer in layers) for kind in patterns}
+        depth = setup.prefetch_depth
+        self.num_large = depth * -(-len(layers) // (depth + 1))
+        request = search.problem.request
+        self.extra_us = share * request.hardware.link(request.transport).t0_us if depth else 0.0
+        per_large = self.extra_us / max(depth, 1)
+        self.large = {kind: self._prices(search, sizes, per_large) for kind, sizes in patterns.items()}
+        self.small = {kind: self._prices(search, sizes, -self.extra_us) for kind, sizes in patterns.items()}
+
+    def _prices(self, search: Search, sizes: list[int], more_us: float) -> list[tuple[int, float]]:
+        """For each size of a kind's unit, rising: (size, least us a byte of any up to it)."""
+        found = []
+        price = _NEVER
+        for size in sizes:
+            if size:
+                price = min(price, (search.problem.gather(size, self.setup.world_size) + more_us) / size)
+                found.append((size, price))
+        return found
+
+    def fill(self, wanted: float, largest: int, smallest: int) -> float:
+        """The cheapest: some layers' units up to `largest`, all others' up to `smallest`; inf if it is too little."""
+        rows = []
+        left = self.num_large
+        for kind in sorted(self.counts, key=lambda kind: _up_to(self.large[kind], largest)[1]):
+            size, price = _up_to(self.large[kind], largest)
+            many = min(self.counts[kind], left) if size > smallest else 0
+            left -= many
+            rows.append((price, float(size * many)))
+            size, price = _up_to(self.small[kind], smallest)
+            rows.append((price, float(size * self.counts[kind])))
+        us = -self.extra_us
+        for price, size in sorted(rows):
+            taken = min(size, wanted)
+            us += taken * price if taken > 0 else 0.0
+            wanted -= taken
+        return us if wanted <= 0 else _NEVER
+
+
+def _up_to(best: list[tuple[int, float]], limit: int) -> tuple[int, float]:
+    found = (0, _NEVER)
+    for entry in best:
+        if entry[0] > limit:
+            break
+        found = entry
+    return found
+
+
+def _by_weight(search: Search, setup: Setup, target_bytes: int) -> Iterator[Gathered]:
+    """Each weight alone: the cheapest bytes first, for every largest weight."""
+    problem = search.problem
+    sizes = sorted(weight.num_bytes for weight in problem.weights)
+    for largest in dict.fromkeys(sizes):
+        slots = largest + setup.prefetch_depth * sizes[0]
+        wanted = _gross(target_bytes + slots, setup)
+        left, us = wanted, 0.0
+        allowed = [size for size in sizes if size <= largest]
+        for size in sorted(allowed, key=lambda size: problem.gather(size, setup.world_size) / size):
+            taken = min(float(size), left)
+            us += problem.gather(size, setup.world_size) * taken / size
+            left -= taken
+            if left <= 0:
+                yield wanted, us
+                break
+
+
+def _by_any(search: Search, setup: Setup, target_bytes: int) -> Iterator[Gathered]:
+    """Any units inside layers: the best price of any size up to the largest layer, one slot of the smallest weight."""
+    problem = search.problem
+    weights = problem.weights
+    wanted = _gross(target_bytes + min(weight.num_bytes for weight in weights), setup)
+    if wanted > sum(weight.num_bytes for weight in weights):
+        return
+    layer = _largest_unit(problem, setup)
+    link = problem.request.hardware.link(problem.request.transport)
+    slowest = problem.gather(layer, setup.world_size) - link.t0_us
+    yield (
+        wanted,
+        wanted * min(slowest / layer, *(problem.gather(w.num_bytes, setup.world_size) / w.num_bytes for w in weights)),
+    )
+
+
+def _gross(freed: float, setup: Setup) -> float:
+    """Bytes to shard so that `freed` are saved, slots apart."""
+    return freed * setup.world_size / (setup.world_size - 1)
+
+
+def _read_times(problem: Problem) -> list[float]:
+    """For each step shape, us that a sharded byte is read at least: nothing is gathered meanwhile with one slot."""
+    parts: list[list[int]] = []  # (begin, end, bytes) of weights whose reading overlaps
+    for weight in problem.weights:
+        if parts and weight.begin < parts[-1][1]:
+            parts[-1][1] = max(parts[-1][1], weight.end)
+            parts[-1][2] += weight.num_bytes
+        else:
+            parts.append([weight.begin, weight.end, weight.num_bytes])
+    bytes_read = [next(size for begin, end, size in parts if begin <= w.begin < end) for w in problem.weights]
+    return [
+        min((profile[w.end] - profile[w.begin]) / size for w, size in zip(problem.weights, bytes_read, strict=True))
+        for profile in problem.profiles
+    ]

@@ -1,0 +1,155 @@
+"""What each segment of a model costs at a step shape: alone, beside a gather, and with its weights in a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+from graphshard.core.specs import ModelSpec, SegmentSpec, StepShape
+from graphshard.cost.facts import LayerFact, ModelFacts, WeightFact
+from graphshard.cost.hardware import HardwareSpec
+from graphshard.cost.kernels import ACTIVATION_BITS, cached_gemm_us, collective_us, gemm_us, gemms_us, stream_us
+
+DEFAULT_CONTEXT_TOKENS = 4096
+"""Cached tokens of a sequence, where nobody says how many."""
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentTime:
+    """Microseconds of one segment."""
+
+    alone_us: float
+    shared_us: float
+    """While a gather runs: the memory is shared, clocks drop."""
+    cached_us: float
+    """Alone, its weights in a cache that their gather has just filled."""
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Every segment of a model at one step shape, in order. Gathers are not in it: it is the replicated step."""
+
+    shape: StepShape
+    segments: tuple[SegmentTime, ...]
+
+    @cached_property
+    def ends_us(self) -> tuple[float, ...]:
+        """`ends_us[i]`: when segment i begins if nothing waits; the last entry is the whole step."""
+        return tuple(accumulate((one.alone_us for one in self.segments), initial=0.0))
+
+    @property
+    def total_us(self) -> float:
+        """The replicated step."""
+        return self.ends_us[-1]
+
+
+def step_times(
+    model: ModelSpec,
+    facts: ModelFacts,
+    shape: StepShape,
+    hardware: HardwareSpec,
+    context_tokens: int = DEFAULT_CONTEXT_TOKENS,
+    memory_share: float = 1.0,
+) -> StepTimes:
+    """Cost every segment: the gemms of the weights it reads, its layer's attention, what its experts send.
+
+    Args:
+        model: its segments.
+        facts: what each weight and layer computes.
+        shape: sequences, and tokens of each; all of one rank.
+        hardware: rates; measured times of exactly these operations or segments go first.
+        context_tokens: cached tokens of each sequence.
+        memory_share: what a running gather leaves of the memory's rate (`kernels.gather_memory_share`).
+
+    Raises:
+        SpecError: the hardware has no rate for a gemm's dtype, or the facts are not this model's.
+    """
+    coster = _Coster(facts, shape, hardware, context_tokens, memory_share)
+    return StepTimes(shape, tuple(coster.segment(model.name, segment) for segment in model.segments))
+
+
+class _Coster:
+    """Costs of one step shape; equal weights are computed once."""
+
+    def __init__(
+        self, facts: ModelFacts, shape: StepShape, hardware: HardwareSpec, context_tokens: int, memory_share: float
+    ) -> None:
+        self.facts, self.shape, self.hardware = facts, shape, hardware
+        self.context_tokens, self.memory_share = context_tokens, memory_share
+        self.tokens = shape.batch_size * shape.tokens_per_sequence
+        self.layer_of: Mapping[str, LayerFact] = {layer.segment: layer for layer in facts.layers}
+        self.done: dict[tuple[object, ...], SegmentTime] = {}
+        self.exchanged: set[int] = set()
+
+    def segment(self, model: str, segment: SegmentSpec) -> SegmentTime:
+        """The sum of what it does; whole segments that were measured go first."""
+        shape = (self.shape.batch_size, self.shape.tokens_per_sequence)
+        measured = self.hardware.look_up("segment", model, segment.name, *shape)
+        if measured is not None:
+            cached = self.hardware.look_up("segment_cached", model, segment.name, *shape)
+            slowed = measured * self.hardware.overlap_compute
+            return SegmentTime(measured, slowed, measured if cached is None else cached)
+        parts = [self.weight(self.facts.weight(name)) for name in segment.reads]
+        if segment.path in self.layer_of:
+            parts.append(self.attention(self.layer_of[segment.path]))
+        routed = next((name for name in segment.reads if self.facts.weight(name).rows == "routed"), None)
+        if routed is not None and segment.layer is not None and segment.layer not in self.exchanged:
+            self.exchanged.add(segment.layer)
+            parts.append(self.exchange(self.facts.layer(segment.layer), self.facts.weight(routed)))
+        return SegmentTime(
+            sum(part.alone_us for part in parts),
+            sum(part.shared_us for part in parts),
+            sum(part.cached_us for part in parts),
+        )
+
+    def weight(self, fact: WeightFact) -> SegmentTime:
+        """Its gemms, and the sum over ranks that tensor parallelism needs after them."""
+        key = (fact.n, fact.k, fact.dtype, fact.rows, fact.role, fact.split, fact.is_replicated, fact.num_matrices)
+        if key not in self.done:
+            self.done[key] = self._weight(fact)
+        return self.done[key]
+
+    def _weight(self, fact: WeightFact) -> SegmentTime:
+        m, hardware = fact.num_rows(self.tokens), self.hardware
+        if fact.n == 0 or m == 0:
+            return self._elementwise() if fact.role in ("norm", "embedding") else SegmentTime(0.0, 0.0, 0.0)
+        deployment = self.facts.deployment
+        read = fact.matrices_read(self.tokens, deployment.expert_ranks if fact.rows == "routed" else 1)
+        if fact.rows == "rank" and fact.num_matrices == 1:
+            alone = gemm_us(m, fact.n, fact.k, fact.dtype, hardware)
+            shared = gemm_us(m, fact.n, fact.k, fact.dtype, hardware, self.memory_share)
+            cached = cached_gemm_us(m, fact.n, fact.k, fact.dtype, hardware)
+        else:
+            rows = m if fact.rows == "routed" else m * fact.num_matrices
+            alone = cached = gemms_us(rows, fact.n, fact.k, fact.dtype, read, hardware)
+            shared = gemms_us(rows, fact.n, fact.k, fact.dtype, read, hardware, self.memory_share)
+        sums = 0.0
+        if deployment.tp > 1 and fact.split == "row" and fact.rows == "rank" and not fact.is_replicated:
+            sums = 2 * collective_us(m * fact.n * ACTIVATION_BITS / 8, deployment.tp, hardware)
+        return SegmentTime(alone + sums, shared * hardware.overlap_compute + sums, cached + sums)
+
+    def attention(self, layer: LayerFact) -> SegmentTime:
+        """Reads keys and values (or reads and writes the state) of every sequence once."""
+        batch = self.shape.batch_size
+        kept = self.context_tokens if layer.window_tokens is None else min(layer.window_tokens, self.context_tokens)
+        num_bytes = batch * (kept * layer.kv_bytes_per_token + 2 * layer.state_bytes_per_request)
+        flops = self.tokens * (kept * layer.attention_flops + layer.state_flops_per_token)
+        return self._stream(num_bytes, flops) if num_bytes or flops else SegmentTime(0.0, 0.0, 0.0)
+
+    def exchange(self, layer: LayerFact, fact: WeightFact) -> SegmentTime:
+        """Tokens go to their experts' ranks, once to each rank, and come back."""
+        ranks = self.facts.deployment.expert_ranks
+        distinct = ranks * (1 - (1 - 1 / ranks) ** fact.top_k) / max(fact.top_k, 1)
+        num_bytes = self.tokens * layer.routed_bytes_per_token * distinct
+        us = 2 * collective_us(num_bytes, ranks, self.hardware)
+        return SegmentTime(us, us, us)
+
+    def _elementwise(self) -> SegmentTime:
+        return self._stream(2 * self.tokens * self.facts.hidden_size * ACTIVATION_BITS / 8, 0.0)
+
+    def _stream(self, num_bytes: float, flops: float) -> SegmentTime:
+        alone = stream_us(num_bytes, flops, self.hardware)
+        shared = stream_us(num_bytes, flops, self.hardware, self.memory_share) * self.hardware.overlap_compute
+        return SegmentTime(alone, shared, alone)
