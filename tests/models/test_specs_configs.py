@@ -154,6 +154,11 @@ def test_norms_and_routers_run_before_what_they_feed() -> None:
     assert layer[5].reads[0].endswith("post_attention_layernorm.weight")
     phi = [s.name for s in read("phi-3-mini").spec.segments if s.layer == 0]  # its o_proj is registered first
     assert phi == ["self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"]
+    gemma = [s for s in read("gemma-2-9b").spec.segments if s.layer == 0]
+    assert gemma[-1].reads[-1] == "model.layers.0.post_feedforward_layernorm.weight"
+    assert gemma[4].reads[:2] == tuple(
+        f"model.layers.0.{norm}_layernorm.weight" for norm in ("post_attention", "pre_feedforward")
+    )
 
 
 def test_gemms_are_out_by_in() -> None:

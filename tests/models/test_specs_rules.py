@@ -260,6 +260,26 @@ def test_a_draft_has_a_spec_of_its_own() -> None:
     assert other.draft is not None and "model.embed_tokens.weight" in {w.name for w in other.draft.spec.weights}
 
 
+def test_patterns_are_about_the_target() -> None:
+    pytest.importorskip("transformers")
+    configs = Path(__file__).parent.parent / "data" / "configs"
+    chosen = Deployment(8, include=("*.attn.c_proj.weight",))  # names of GPT-2's, which the draft has none of
+    model = read_model(configs / "gpt2", chosen, draft=configs / "qwen3-0.6b")
+    assert model.draft is not None
+    assert all(name.endswith(".attn.c_proj.weight") for name in model.facts.replicated)
+    assert any(name.endswith(".mlp.up_proj.weight") for name in model.draft.facts.replicated)
+
+
+def test_a_weight_that_layers_share_is_one_weight() -> None:
+    with torch.device("meta"):
+        decoder = Decoder()
+    decoder.layers[2].mlp = decoder.layers[0].mlp
+    model = module_spec_on_meta(decoder, Deployment(4))
+    readers = [s.path for s in model.spec.segments if "layers.0.mlp.up_proj.weight" in s.reads]
+    assert readers == ["layers.0.mlp.up_proj", "layers.2.mlp.up_proj"]
+    assert not [weight.name for weight in model.spec.weights if weight.name.startswith("layers.2.mlp")]
+
+
 def test_facts_and_spec_agree() -> None:
     model = on_meta(Deployment(4))
     with pytest.raises(AssertionError, match="weights and facts differ"):
