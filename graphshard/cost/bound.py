@@ -134,8 +134,8 @@ class _Sand:
             size, price = _up_to(self.small[kind], smallest)
             rows.append((price, float(size * self.counts[kind])))
         us = -self.extra_us
-        for price, size in sorted(rows):
-            taken = min(size, wanted)
+        for price, there in sorted(rows):
+            taken = min(there, wanted)
             us += taken * price if taken > 0 else 0.0
             wanted -= taken
         return us if wanted <= 0 else _NEVER
@@ -157,7 +157,8 @@ def _by_weight(search: Search, setup: Setup, target_bytes: int) -> Iterator[Gath
     for largest in dict.fromkeys(sizes):
         slots = largest + setup.prefetch_depth * sizes[0]
         wanted = _gross(target_bytes + slots, setup)
-        left, us = wanted, 0.0
+        left = wanted
+        us = 0.0
         allowed = [size for size in sizes if size <= largest]
         for size in sorted(allowed, key=lambda size: problem.gather(size, setup.world_size) / size):
             taken = min(float(size), left)

@@ -67,7 +67,7 @@ class HardwareSpec:
     """The share of it that a gemm's weight streams at."""
     links: tuple[Link, ...]
     derate: tuple[tuple[int, float], ...]
-    """(chunk bytes, share of the link's rate), rising; between entries linear in the logarithm, 1.0 after the last."""
+    """(chunk bytes, share of the link's rate), by size; between entries linear in the logarithm, as the ends outside."""
     activation_bytes_per_s: float
     """Of activation collectives over the link, one direction."""
     activation_t0_us: float
@@ -135,7 +135,7 @@ class HardwareSpec:
         table = self.derate
         at = bisect_right(table, chunk_bytes, key=lambda entry: entry[0])
         if at == len(table):
-            return 1.0 if not table or chunk_bytes > table[-1][0] else table[-1][1]
+            return table[-1][1] if table else 1.0
         if at == 0:
             return table[0][1]
         (low, first), (high, last) = table[at - 1], table[at]

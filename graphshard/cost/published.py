@@ -53,7 +53,7 @@ _COMMON_SOURCES = {
 }
 _NVLINK = {
     "nvlink4": (350e9, 328e9, 5.3),
-    "nvlink5": (650e9, 650e9, 8.0),
+    "nvlink5": (650e9, 700e9, 5.3),
 }
 """Gathers; activation collectives and their floor, us."""
 _NVLINK_SOURCES = {
@@ -64,8 +64,8 @@ _NVLINK_SOURCES = {
     },
     "nvlink5": {
         "links": f"inside the published 570-700 GB/s of 900; t0 {_BARRIERS}",
-        "activation_bytes_per_s": "between 8xB200's published 388 GB/s at 26 MB and 703 at 470 MB",
-        "activation_t0_us": "inferred from the symmetric kernels' floor on H100, 5.3 us, and the smaller slope here",
+        "activation_bytes_per_s": "8xB200's published all-gathers rise to 703 GB/s at 470 MB",
+        "activation_t0_us": "taken from the symmetric kernels' fit on H100: none is published here",
     },
 }
 

@@ -15,10 +15,13 @@ from graphshard.cost.patterns import exact_patterns
 from graphshard.cost.problem import Outcome, Problem, ResidencyRequest, Setup
 from graphshard.cost.search import Search
 
+MUCH_WORSE = 2.0
+"""Setups that must expose more than so many times the best found are not worked out (nor those 1 ms behind it)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """A setup that was not taken, its best choice (None: it cannot meet the target), and why."""
+    """A setup that was not taken, its best choice (None: it was not worked out), and why."""
 
     setup: Setup
     outcome: Outcome | None
@@ -92,7 +95,8 @@ def solve_with(search: Search, target_bytes: int) -> Residency:
     found: list[tuple[Setup, Outcome | None]] = []
     best: Outcome | None = None
     for setup in search.setups:
-        outcome = search.best_of(setup, target_bytes)
+        limit = MUCH_WORSE * best.exposed_us + 1000.0 if best is not None else float("inf")
+        outcome = search.best_of(setup, target_bytes, limit)
         found.append((setup, outcome))
         if outcome is not None and (best is None or outcome.rank < best.rank):
             best = outcome
@@ -110,7 +114,9 @@ def solve_with(search: Search, target_bytes: int) -> Residency:
         transport=problem.request.transport,
         bound_us=min(exposed_bound_us(search, target_bytes), best.exposed_us),
         is_exact=search.is_exhaustive,
-        rejected=tuple(Rejected(setup, outcome, _why_not(search, setup, outcome, best)) for setup, outcome in others),
+        rejected=tuple(
+            Rejected(setup, outcome, _why_not(search, setup, outcome, target_bytes, best)) for setup, outcome in others
+        ),
     )
 
 
@@ -143,10 +149,17 @@ def _unreachable(search: Search, target_bytes: int) -> SpecError:
     )
 
 
-def _why_not(search: Search, setup: Setup, outcome: Outcome | None, best: Outcome) -> str:
-    if outcome is None:
-        most = max((search.all_within(setup, cap).freed_bytes for cap in search.caps(setup)), default=0)
+def _why_none(search: Search, setup: Setup, target_bytes: int, best: Outcome) -> str:
+    most = max((search.all_within(setup, cap).freed_bytes for cap in search.caps(setup)), default=0)
+    if most < target_bytes:
         return f"frees at most {format_bytes(max(most, 0))}: its slots take the rest"
+    least = min(search.price_floor_us(setup, target_bytes, cap) for cap in search.caps(setup))
+    return f"exposes at least {least:,.0f} us a step, {least - best.exposed_us:,.0f} more"
+
+
+def _why_not(search: Search, setup: Setup, outcome: Outcome | None, target_bytes: int, best: Outcome) -> str:
+    if outcome is None:
+        return _why_none(search, setup, target_bytes, best)
     over = outcome.exposed_us - best.exposed_us
     if over > 1e-3:
         return f"exposes {outcome.exposed_us:,.0f} us a step, {over:,.0f} more"

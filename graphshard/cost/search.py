@@ -62,7 +62,7 @@ class Search:
     def best_of(self, setup: Setup, target_bytes: int, limit_us: float = float("inf")) -> Outcome | None:
         """The best choice found under `setup` that frees `target_bytes`; None if none does, or none below `limit_us`.
 
-        Choices whose gathers cannot be hidden below the limit are not judged.
+        Choices whose gathers cannot be hidden below the limit are not judged, and what is above it is not improved.
         """
         if self.is_exhaustive:
             fits = [one for (its, _), one in self.seen.items() if its == setup and one.freed_bytes >= target_bytes]
@@ -76,14 +76,20 @@ class Search:
             outcome = self.judge(one)
             if best is None or outcome.rank < best[0].rank:
                 best = outcome, cap
-        return self._polished(setup, target_bytes, *best) if best else None
+        if best is None or best[0].exposed_us > limit_us:
+            return best[0] if best else None
+        return self._polished(setup, target_bytes, *best)
 
     def _evenly(self, setup: Setup, target_bytes: int, cap: int, limit_us: float) -> Placed | None:
         """`spread` by compute, unless the price of its gathers alone is above the limit."""
-        cheapest = min(self.problem.gather(size, setup.world_size) / size for size in self._sizes(setup) if size <= cap)
-        if self.floor_us(_gross(target_bytes, setup) * cheapest, self._last_begin) > limit_us:
+        if self.price_floor_us(setup, target_bytes, cap) > limit_us:
             return None
         return self.spread(setup, target_bytes, cap, self._dues)
+
+    def price_floor_us(self, setup: Setup, target_bytes: int, cap: int) -> float:
+        """What freeing the target exposes at least in units of up to `cap` bytes: all at the best of their prices."""
+        cheapest = min(self.problem.gather(size, setup.world_size) / size for size in self._sizes(setup) if size <= cap)
+        return self.floor_us(_gross(target_bytes, setup) * cheapest, self._last_begin)
 
     def _polished(self, setup: Setup, target_bytes: int, best: Outcome, cap: int) -> Outcome:
         """Better neighbours of a spread choice, as long as there are any.

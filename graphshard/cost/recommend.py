@@ -1,0 +1,148 @@
+"""What to do at a number of tokens: shard all, shard a part, or nothing; each with its reasons."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+from graphshard.core.errors import SpecError
+from graphshard.core.sizes import format_bytes
+from graphshard.core.specs import StepShape
+from graphshard.cost.frontier import Frontier, frontier
+from graphshard.cost.problem import Outcome, Problem, ResidencyRequest, Setup
+from graphshard.cost.residency import Residency
+
+Answer = Literal["full", "partial", "none"]
+HIDDEN_SHARE = 0.02
+"""A gather is hidden if it exposes at most this share of the step: the first unit's is exposed in any plan."""
+MAX_TOKENS = 2**17
+"""Thresholds are looked for up to so many tokens a rank."""
+NUM_POINTS = 17
+FULL_SETUPS = (("layer", 1), ("layer", 2), ("weight", 2))
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """An answer that can be printed, and the plan for it."""
+
+    answer: Answer
+    reasons: tuple[str, ...]
+    full: Outcome
+    """Everything sharded."""
+    residency: Residency | None
+    """The plan to run; None: nothing to shard."""
+    hides_from: int | None
+    """Tokens a rank from which everything sharded is hidden; None: not up to MAX_TOKENS."""
+
+    def lines(self) -> list[str]:
+        """For people."""
+        return [f"recommended: {self.answer}", *self.reasons]
+
+
+def recommend(request: ResidencyRequest, max_share: float = HIDDEN_SHARE) -> Recommendation:
+    """Whether to gather everything at the request's step shapes, and if not, how much and why.
+
+    Args:
+        request: its step shapes are those that are served; the plan is for all of them together.
+        max_share: of the replicated step that may be exposed.
+
+    Raises:
+        SpecError: `max_share` is no share; others as `Problem`.
+    """
+    if not 0 <= max_share < 1:
+        raise SpecError(f"max_share is {max_share!r}: it is a share of the step, from 0 to below 1")
+    advice = _Advice(request, max_share)
+    full = full_gather(advice.front.search.problem)
+    step_us, exposed_us = advice.step_us, full.exposed_us
+    gross = format_bytes(full.sharded_bytes)
+    how_far = (
+        f"a full gather of {gross} over {full.setup.world_size} ranks takes {full.gather_us / 1e3:,.1f} ms of the link "
+        f"a step; {advice.threshold_text()}"
+    )
+    if exposed_us <= max_share * step_us:
+        why = f"it is hidden here: {exposed_us / 1e3:,.2f} ms exposed of a step of {step_us / 1e3:,.1f} ms"
+        most = max(full.freed_bytes, advice.front.within(max_share * step_us).freed_bytes)
+        residency = advice.front.residency(most) if most > 0 else None
+        return Recommendation("full", (how_far, why), full, residency, advice.hides_from)
+    why = (
+        f"no full gather at {_shapes_text(request)}: it adds {exposed_us / 1e3:,.1f} ms to a step of "
+        f"{step_us / 1e3:,.1f} ms ({exposed_us / step_us:+.0%})"
+    )
+    partial = advice.front.within(max_share * step_us)
+    if partial.freed_bytes <= 0:
+        nothing = f"nothing smaller is hidden within {max_share:.0%} of the step either: keep every weight resident"
+        return Recommendation("none", (how_far, why, nothing), full, None, advice.hides_from)
+    residency = advice.front.residency(partial.freed_bytes)
+    part = (
+        f"a part is hidden: {format_bytes(partial.freed_bytes)} a rank are freed, net of slots, with "
+        f"{residency.outcome.exposed_us / 1e3:,.2f} ms exposed"
+    )
+    return Recommendation("partial", (how_far, why, part), full, residency, advice.hides_from)
+
+
+class _Advice:
+    """What the sentences are made of."""
+
+    def __init__(self, request: ResidencyRequest, max_share: float) -> None:
+        self.request, self.max_share = request, max_share
+        self.front: Frontier = frontier(request, NUM_POINTS)
+        self.step_us = _step_us(self.front.search.problem)
+
+    @cached_property
+    def hides_from(self) -> int | None:
+        """Tokens a rank from which a full gather is hidden."""
+        return hides_from(self.request, self.max_share)
+
+    def threshold_text(self) -> str:
+        """From where on it hides."""
+        if self.hides_from is None:
+            return f"up to {MAX_TOKENS:,} tokens a rank no step is long enough to hide it"
+        return f"it hides from about {_rounded(self.hides_from):,} tokens a rank"
+
+
+def full_gather(problem: Problem) -> Outcome:
+    """Everything sharded, in the setup that exposes least."""
+    everything = tuple(range(len(problem.weights)))
+    groups = problem.request.group_sizes or (problem.request.world_size,)
+    setups = [Setup(size, units, depth) for size in groups for units, depth in FULL_SETUPS]
+    return min((problem.evaluate(everything, setup) for setup in setups), key=lambda one: one.rank)
+
+
+def hides_from(request: ResidencyRequest, max_share: float = HIDDEN_SHARE) -> int | None:
+    """The fewest tokens a rank at which a full gather exposes at most `max_share` of the step; None if there is none.
+
+    The tokens are one sequence's, from its beginning on. As many in more sequences, or late in a long one, read more
+    caches and states, so they hide it too.
+    """
+
+    def is_hidden(tokens: int) -> bool:
+        shape = StepShape(1, tokens)
+        problem = Problem(replace(request, step_shapes=(shape,), shape_weights=(), context_tokens=tokens))
+        return full_gather(problem).exposed_us <= max_share * _step_us(problem)
+
+    high = 1
+    while not is_hidden(high):
+        if high >= MAX_TOKENS:
+            return None
+        high *= 2
+    low = high // 2
+    while high - low > max(1, high // 100):  # within 1 %
+        middle = (low + high) // 2
+        low, high = (low, middle) if is_hidden(middle) else (middle, high)
+    return high
+
+
+def _step_us(problem: Problem) -> float:
+    return problem.mean([times.total_us for times in problem.times])
+
+
+def _shapes_text(request: ResidencyRequest) -> str:
+    tokens = sorted({shape.batch_size * shape.tokens_per_sequence for shape in request.step_shapes})
+    return f"{tokens[0]:,} tokens a rank" if len(tokens) == 1 else f"{tokens[0]:,} to {tokens[-1]:,} tokens a rank"
+
+
+def _rounded(tokens: int) -> int:
+    """To two digits."""
+    scale: int = 10 ** max(0, len(str(tokens)) - 2)
+    return round(tokens / scale) * scale
