@@ -16,6 +16,8 @@ from graphshard.cost.problem import Problem, Setup
 from graphshard.cost.search import MAX_PATTERNS, Search
 
 _NEVER = float("inf")
+SHARES = (0.5, 0.25, 0.75, 0.0, 1.0)
+"""Of a t0, see `_Sand`; each gives a bound, the likely largest first."""
 Gathered = tuple[float, float]
 """(bytes, us): what is gathered at least, and how long that takes at least."""
 
@@ -83,14 +85,21 @@ def _by_layer(search: Search, setup: Setup, target_bytes: int) -> Iterator[Gathe
     if any(len(sizes) >= MAX_PATTERNS for sizes in patterns.values()):
         yield from _by_any(search, setup, target_bytes)  # some sizes were left out
         return
-    sand = (_Sand(search, setup, patterns, 0.0), _Sand(search, setup, patterns, 1.0))
+    shares = SHARES if setup.prefetch_depth else (0.0,)
+    sand = [_Sand(search, setup, patterns, share) for share in shares]
     sizes = sorted({size for one in patterns.values() for size in one} - {0})
+    best = _NEVER
     for index, largest in enumerate(sizes):
         for smallest in sizes[: index + 1] if setup.prefetch_depth else [largest]:
             wanted = _gross(target_bytes + largest + setup.prefetch_depth * smallest, setup)
-            us = [one.fill(wanted, largest, smallest) for one in sand]
-            if us[0] < _NEVER:
-                yield wanted, max(us)
+            us = 0.0
+            for one in sand:
+                us = max(us, one.fill(wanted, largest, smallest))
+                if us >= best and setup.prefetch_depth:
+                    break  # with depth 0 fewer bytes may cost more to read
+            else:
+                best = us
+                yield wanted, us
 
 
 class _Sand:

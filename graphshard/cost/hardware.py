@@ -67,7 +67,7 @@ class HardwareSpec:
     """The share of it that a gemm's weight streams at."""
     links: tuple[Link, ...]
     derate: tuple[tuple[int, float], ...]
-    """(chunk bytes, share of the link's rate), by size; between entries linear in the logarithm, as the ends outside."""
+    """(chunk bytes, share of the link's rate), by size; linear in the logarithm between entries, constant outside."""
     activation_bytes_per_s: float
     """Of activation collectives over the link, one direction."""
     activation_t0_us: float

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -150,11 +149,11 @@ def _unreachable(search: Search, target_bytes: int) -> SpecError:
 
 
 def _why_none(search: Search, setup: Setup, target_bytes: int, best: Outcome) -> str:
-    most = max((search.all_within(setup, cap).freed_bytes for cap in search.caps(setup)), default=0)
-    if most < target_bytes:
+    least = None if search.is_exhaustive else search.least_us(setup, target_bytes)
+    if least is None:
+        most = max((search.all_within(setup, cap).freed_bytes for cap in search.caps(setup)), default=0)
         return f"frees at most {format_bytes(max(most, 0))}: its slots take the rest"
-    least = min(search.price_floor_us(setup, target_bytes, cap) for cap in search.caps(setup))
-    return f"exposes at least {least:,.0f} us a step, {least - best.exposed_us:,.0f} more"
+    return f"its gathers alone expose {least:,.0f} us a step or more, {least - best.exposed_us:,.0f} more"
 
 
 def _why_not(search: Search, setup: Setup, outcome: Outcome | None, target_bytes: int, best: Outcome) -> str:
@@ -180,14 +179,3 @@ def spread_of(search: Search, outcome: Outcome) -> tuple[int, ...]:
     return tuple(
         sum(weights[index].num_bytes for index in layer.weights if index in chosen) for layer in search.problem.layers
     )
-
-
-def exposed_share(problem: Problem, outcome: Outcome) -> float:
-    """Exposed time as a share of the replicated step, each a mean over the step shapes."""
-    steps = problem.mean([times.total_us for times in problem.times])
-    return outcome.exposed_us / steps if steps > 0 else 0.0
-
-
-def names_of(problem: Problem, chosen: Sequence[int]) -> tuple[str, ...]:
-    """The weights at these indices."""
-    return tuple(problem.weights[index].name for index in chosen)

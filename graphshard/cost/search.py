@@ -114,7 +114,7 @@ class Search:
         return best
 
     def _dues_after(self, outcome: Outcome) -> list[float]:
-        """Each layer's share of the link's time, were its unit as long as it can be hidden."""
+        """Each layer's share of the link's time, moved towards what can be hidden there."""
         placed = self.problem.lay_out(outcome.chosen, outcome.setup)
         due = dict.fromkeys((layer.layer for layer in self.problem.layers), 0.0)
         layers = dict.fromkeys(self.problem.weights[index].layer for index in outcome.chosen)
@@ -122,6 +122,15 @@ class Search:
             due[layer] = max(0.0, us - POLISH_STEP * over)
         total = sum(due.values())
         return [us / total for us in due.values()] if total > 0 else self._dues
+
+    def least_us(self, setup: Setup, target_bytes: int) -> float | None:
+        """What the gathers of spread choices expose at least, whatever is hidden; None if none frees the target."""
+        floors = []
+        for cap in self.caps(setup):
+            placed = self.spread(setup, target_bytes, cap, self._dues)
+            if placed is not None:
+                floors.append(self.floor_us(sum(placed.gathers), placed.begins))
+        return min(floors, default=None)
 
     def floor_us(self, gathers_us: float, begins: Sequence[int]) -> float:
         """What gathers of this sum expose at least: they end before the last of `begins`."""
