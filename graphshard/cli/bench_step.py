@@ -10,6 +10,7 @@ import click
 
 from graphshard.bench.step_rows import chosen_rows, core_share, label_of, samples_of, step_rows
 from graphshard.cli.common import COUNT, Names, Output, answering, check_writable, rank_values
+from graphshard.cli.counts import Counts
 from graphshard.core.errors import SpecError
 from graphshard.models.config import load_llama_config
 from graphshard.report.tables import table_of
@@ -37,19 +38,6 @@ COLUMNS = {
 }
 
 
-class _Counts(click.ParamType[list[int]]):
-    """A list of counts: `1,16`."""
-
-    name = "count,..."
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[int]:
-        """The counts, each at least 1 and once; anything else is a usage error."""
-        texts = value.split(",") if isinstance(value, str) else [str(one) for one in value]
-        if not all(text.isdecimal() and int(text) >= 1 for text in texts):
-            self.fail(f"{value!r} is not a list of whole numbers from 1 on, such as 1,16", param, ctx)
-        return list(dict.fromkeys(int(text) for text in texts))
-
-
 class _Plans(click.ParamType[list[list[Any]]]):
     """Plans as `unit/depth/executor,...`."""
 
@@ -74,7 +62,7 @@ class _Plans(click.ParamType[list[list[Any]]]):
 
 @click.command("step")
 @click.option("--world-size", type=COUNT, default=2, show_default=True, help="Rank processes.")
-@click.option("--batch-sizes", type=_Counts(), default="1,16", show_default=True, help="Sequences of a step.")
+@click.option("--batch-sizes", type=Counts(), default="1,16", show_default=True, help="Sequences of a step.")
 @click.option("--peers", type=Names(PEERS), default=",".join(PEERS), show_default=True)
 @click.option("--plans", type=_Plans(), default=PLANS, show_default=True, help="Run beside the plan that was chosen.")
 @click.option("--launches", type=COUNT, default=3, show_default=True, help="Times that all ranks are started anew.")

@@ -27,10 +27,10 @@ def draw_timeline(spans: Sequence[Span], path: Path, title: str, zoom_us: float 
     figure, axes = plt.subplots(2, 1, figsize=(14, 2.2 + 1.1 * len(lanes)), constrained_layout=True)
     for ax, limit in zip(axes, (end, zoom_us or end / 10), strict=True):
         shown = [span for span in spans if span.begin_us < limit]
-        _draw_lanes(ax, shown, lanes, limit)
+        draw_lanes(ax, shown, lanes, limit)
     axes[0].set_title(title, loc="left")
     axes[1].set_xlabel("ms since the step's first op (lower: its beginning)")
-    _add_legend(axes[0], spans)
+    add_legend(axes[0], spans)
     figure.savefig(path, dpi=110, format="png")
     plt.close(figure)
 
@@ -52,16 +52,17 @@ def draw_timelines(timelines: Sequence[Timeline], path: Path, title: str) -> Non
     for ax, one in zip(axes[:, 0], timelines, strict=True):
         shift = one.offset_us - first
         moved = [replace(span, begin_us=span.begin_us + shift, end_us=span.end_us + shift) for span in one.spans]
-        _draw_lanes(ax, moved, one.lanes, end)
+        draw_lanes(ax, moved, one.lanes, end)
         ax.set_ylabel(f"rank {one.rank}")
     axes[0, 0].set_title(title, loc="left")
     axes[-1, 0].set_xlabel("ms since the first rank's step began")
-    _add_legend(axes[0, 0], [span for one in timelines for span in one.spans])
+    add_legend(axes[0, 0], [span for one in timelines for span in one.spans])
     figure.savefig(path, dpi=110, format="png")
     plt.close(figure)
 
 
-def _add_legend(ax, spans: Sequence[Span]) -> None:  # type: ignore[no-untyped-def]  # matplotlib has no types
+def add_legend(ax, spans: Sequence[Span]) -> None:  # type: ignore[no-untyped-def]  # matplotlib has no types
+    """Name the kinds of `spans` above the right end of `ax`."""
     from matplotlib.patches import Patch
 
     kinds = [kind for kind in COLORS if any(span.kind == kind for span in spans)]
@@ -69,7 +70,8 @@ def _add_legend(ax, spans: Sequence[Span]) -> None:  # type: ignore[no-untyped-d
     ax.legend(handles=patches, loc="lower right", bbox_to_anchor=(1, 1), ncols=3, frameon=False)
 
 
-def _draw_lanes(ax, spans: Sequence[Span], lanes: Sequence[str], limit_us: float) -> None:  # type: ignore[no-untyped-def]  # matplotlib has no types
+def draw_lanes(ax, spans: Sequence[Span], lanes: Sequence[str], limit_us: float) -> None:  # type: ignore[no-untyped-def]  # matplotlib has no types
+    """Draw `spans` up to `limit_us` on `ax`, a row for each of `lanes`; names where there is room."""
     for kind, color in COLORS.items():
         for row, lane in enumerate(lanes):
             bars = [
