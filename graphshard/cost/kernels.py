@@ -13,6 +13,8 @@ from graphshard.cost.hardware import HardwareSpec
 
 ACTIVATION_BITS = 16
 """Of a gemm's input and output where its weights are narrower."""
+MIN_MEMORY_SHARE = 0.1
+"""Left to compute, whatever the link can do."""
 PACKED_BITS = {"float4_e2m1fn_x2": 4}
 """Bits of one value where torch counts two as one element; n and k count values."""
 
@@ -86,11 +88,15 @@ def gather_us(
     return link.t0_us + max(remote / rate, memory_s) * 1e6
 
 
-def gather_memory_share(num_bytes: int, world_size: int, us: float, hardware: HardwareSpec) -> float:
-    """What a gather that takes `us` leaves of the memory's rate to compute; a host's is in `overlap_compute`."""
-    if hardware.kind == "host" or us <= 0:
+def memory_share(hardware: HardwareSpec) -> float:
+    """What gathers at full rate leave of the memory's rate to compute.
+
+    Slots are written and peers read this rank's chunks. A host's share is in `overlap_compute`, which is measured.
+    """
+    if hardware.kind == "host":
         return 1.0
-    return max(0.1, 1.0 - 2 * num_bytes / (us * 1e-6) / hardware.memory_bytes_per_s)
+    rate = max(link.bytes_per_s for link in hardware.links)
+    return max(MIN_MEMORY_SHARE, 1.0 - 2 * rate / hardware.memory_bytes_per_s)
 
 
 def collective_us(num_bytes: float, world_size: int, hardware: HardwareSpec) -> float:

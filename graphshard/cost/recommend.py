@@ -43,9 +43,12 @@ class Recommendation:
 def recommend(request: ResidencyRequest, max_share: float = HIDDEN_SHARE) -> Recommendation:
     """Whether to gather everything at the request's step shapes, and if not, how much and why.
 
+    A plan is hidden if at *every* step shape it exposes at most `max_share` of that step; the plan is searched for
+    where that is hardest.
+
     Args:
-        request: its step shapes are those that are served; the plan is for all of them together.
-        max_share: of the replicated step that may be exposed.
+        request: its step shapes are those that are served; how often each runs does not count here.
+        max_share: of a replicated step that may be exposed.
 
     Raises:
         SpecError: `max_share` is no share; others as `Problem`.
@@ -53,31 +56,24 @@ def recommend(request: ResidencyRequest, max_share: float = HIDDEN_SHARE) -> Rec
     if not 0 <= max_share < 1:
         raise SpecError(f"max_share is {max_share!r}: it is a share of the step, from 0 to below 1")
     advice = _Advice(request, max_share)
-    full = full_gather(advice.front.search.problem)
-    step_us, exposed_us = advice.step_us, full.exposed_us
-    gross = format_bytes(full.sharded_bytes)
+    full = advice.full
     how_far = (
-        f"a full gather of {gross} over {full.setup.world_size} ranks takes {full.gather_us / 1e3:,.1f} ms of the link "
-        f"a step; {advice.threshold_text()}"
+        f"a full gather of {format_bytes(full.sharded_bytes)} over {full.setup.world_size} ranks takes "
+        f"{full.gather_us / 1e3:,.1f} ms of the link a step; {advice.threshold_text()}"
     )
-    if exposed_us <= max_share * step_us:
-        why = f"it is hidden here: {exposed_us / 1e3:,.2f} ms exposed of a step of {step_us / 1e3:,.1f} ms"
-        most = max(full.freed_bytes, advice.front.within(max_share * step_us).freed_bytes)
+    partial = advice.most_hidden()
+    if advice.is_hidden(full):
+        why = f"it is hidden here: {advice.exposed_text(full)}"
+        most = max(full.freed_bytes, partial.freed_bytes)
         residency = advice.front.residency(most) if most > 0 else None
         return Recommendation("full", (how_far, why), full, residency, advice.hides_from)
-    why = (
-        f"no full gather at {_shapes_text(request)}: it adds {exposed_us / 1e3:,.1f} ms to a step of "
-        f"{step_us / 1e3:,.1f} ms ({exposed_us / step_us:+.0%})"
-    )
-    partial = advice.front.within(max_share * step_us)
+    why = f"no full gather at {_shapes_text(request)}: it would have {advice.exposed_text(full)}"
     if partial.freed_bytes <= 0:
         nothing = f"nothing smaller is hidden within {max_share:.0%} of the step either: keep every weight resident"
         return Recommendation("none", (how_far, why, nothing), full, None, advice.hides_from)
     residency = advice.front.residency(partial.freed_bytes)
-    part = (
-        f"a part is hidden: {format_bytes(partial.freed_bytes)} a rank are freed, net of slots, with "
-        f"{residency.outcome.exposed_us / 1e3:,.2f} ms exposed"
-    )
+    freed = format_bytes(partial.freed_bytes)
+    part = f"a part is hidden: {freed} a rank are freed, net of slots, with {advice.exposed_text(residency.outcome)}"
     return Recommendation("partial", (how_far, why, part), full, residency, advice.hides_from)
 
 
@@ -86,8 +82,29 @@ class _Advice:
 
     def __init__(self, request: ResidencyRequest, max_share: float) -> None:
         self.request, self.max_share = request, max_share
-        self.front: Frontier = frontier(request, NUM_POINTS)
-        self.step_us = _step_us(self.front.search.problem)
+        problem = Problem(request)
+        self.full = full_gather(problem)
+        self.steps_us = [times.total_us for times in problem.times]
+        shares = [us / step for us, step in zip(self.full.exposed_by_shape, self.steps_us, strict=True)]
+        self.hardest = shares.index(max(shares))
+        only = tuple(float(index == self.hardest) for index in range(len(shares)))
+        self.front: Frontier = frontier(replace(request, shape_weights=only), NUM_POINTS)
+
+    def is_hidden(self, outcome: Outcome) -> bool:
+        """At every step shape."""
+        pairs = zip(outcome.exposed_by_shape, self.steps_us, strict=True)
+        return all(us <= self.max_share * step + 1e-6 for us, step in pairs)
+
+    def most_hidden(self) -> Outcome:
+        """The point of the frontier that frees most and is hidden; the first one frees nothing."""
+        return max((one for one in self.front.points if self.is_hidden(one)), key=lambda one: one.freed_bytes)
+
+    def exposed_text(self, outcome: Outcome) -> str:
+        """What it exposes at the hardest step shape."""
+        us, step = outcome.exposed_by_shape[self.hardest], self.steps_us[self.hardest]
+        shape = self.request.step_shapes[self.hardest]
+        tokens = shape.batch_size * shape.tokens_per_sequence
+        return f"{us / 1e3:,.2f} ms exposed in a step of {step / 1e3:,.1f} ms ({us / step:.0%}) at {tokens:,} tokens"
 
     @cached_property
     def hides_from(self) -> int | None:

@@ -10,7 +10,15 @@ from itertools import accumulate
 from graphshard.core.specs import ModelSpec, SegmentSpec, StepShape
 from graphshard.cost.facts import LayerFact, ModelFacts, WeightFact
 from graphshard.cost.hardware import HardwareSpec
-from graphshard.cost.kernels import ACTIVATION_BITS, cached_gemm_us, collective_us, gemm_us, gemms_us, stream_us
+from graphshard.cost.kernels import (
+    ACTIVATION_BITS,
+    cached_gemm_us,
+    collective_us,
+    gemm_us,
+    gemms_us,
+    memory_share,
+    stream_us,
+)
 
 DEFAULT_CONTEXT_TOKENS = 4096
 """Cached tokens of a sequence, where nobody says how many."""
@@ -51,7 +59,7 @@ def step_times(
     shape: StepShape,
     hardware: HardwareSpec,
     context_tokens: int = DEFAULT_CONTEXT_TOKENS,
-    memory_share: float = 1.0,
+    share: float | None = None,
 ) -> StepTimes:
     """Cost every segment: the gemms of the weights it reads, its layer's attention, what its experts send.
 
@@ -61,12 +69,12 @@ def step_times(
         shape: sequences, and tokens of each; all of one rank.
         hardware: rates; measured times of exactly these operations or segments go first.
         context_tokens: cached tokens of each sequence.
-        memory_share: what a running gather leaves of the memory's rate (`kernels.gather_memory_share`).
+        share: what a running gather leaves of the memory's rate; None: `kernels.memory_share`.
 
     Raises:
         SpecError: the hardware has no rate for a gemm's dtype, or the facts are not this model's.
     """
-    coster = _Coster(facts, shape, hardware, context_tokens, memory_share)
+    coster = _Coster(facts, shape, hardware, context_tokens, memory_share(hardware) if share is None else share)
     return StepTimes(shape, tuple(coster.segment(model.name, segment) for segment in model.segments))
 
 
@@ -74,10 +82,10 @@ class _Coster:
     """Costs of one step shape; equal weights are computed once."""
 
     def __init__(
-        self, facts: ModelFacts, shape: StepShape, hardware: HardwareSpec, context_tokens: int, memory_share: float
+        self, facts: ModelFacts, shape: StepShape, hardware: HardwareSpec, context_tokens: int, share: float
     ) -> None:
         self.facts, self.shape, self.hardware = facts, shape, hardware
-        self.context_tokens, self.memory_share = context_tokens, memory_share
+        self.context_tokens, self.share = context_tokens, share
         self.tokens = shape.batch_size * shape.tokens_per_sequence
         self.layer_of: Mapping[str, LayerFact] = {layer.segment: layer for layer in facts.layers}
         self.done: dict[tuple[object, ...], SegmentTime] = {}
@@ -119,12 +127,12 @@ class _Coster:
         read = fact.matrices_read(self.tokens, deployment.expert_ranks if fact.rows == "routed" else 1)
         if fact.rows == "rank" and fact.num_matrices == 1:
             alone = gemm_us(m, fact.n, fact.k, fact.dtype, hardware)
-            shared = gemm_us(m, fact.n, fact.k, fact.dtype, hardware, self.memory_share)
+            shared = gemm_us(m, fact.n, fact.k, fact.dtype, hardware, self.share)
             cached = cached_gemm_us(m, fact.n, fact.k, fact.dtype, hardware)
         else:
             rows = m if fact.rows == "routed" else m * fact.num_matrices
             alone = cached = gemms_us(rows, fact.n, fact.k, fact.dtype, read, hardware)
-            shared = gemms_us(rows, fact.n, fact.k, fact.dtype, read, hardware, self.memory_share)
+            shared = gemms_us(rows, fact.n, fact.k, fact.dtype, read, hardware, self.share)
         sums = 0.0
         if deployment.tp > 1 and fact.split == "row" and fact.rows == "rank" and not fact.is_replicated:
             sums = 2 * collective_us(m * fact.n * ACTIVATION_BITS / 8, deployment.tp, hardware)
@@ -151,5 +159,5 @@ class _Coster:
 
     def _stream(self, num_bytes: float, flops: float) -> SegmentTime:
         alone = stream_us(num_bytes, flops, self.hardware)
-        shared = stream_us(num_bytes, flops, self.hardware, self.memory_share) * self.hardware.overlap_compute
+        shared = stream_us(num_bytes, flops, self.hardware, self.share) * self.hardware.overlap_compute
         return SegmentTime(alone, shared, alone)

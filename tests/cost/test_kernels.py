@@ -12,10 +12,10 @@ from graphshard.cost.hardware import Measured
 from graphshard.cost.kernels import (
     cached_gemm_us,
     collective_us,
-    gather_memory_share,
     gather_us,
     gemm_us,
     gemms_us,
+    memory_share,
     stream_us,
 )
 from graphshard.cost.published import GB300_O_PROJ_US, GB300_TOLERANCE, O_PROJ, hardware
@@ -84,10 +84,10 @@ def test_grouped_gemms_read_each_matrix_once() -> None:
 
 
 def test_what_a_gather_leaves_of_the_memory() -> None:
-    us = gather_us(2**29, 8, "pull", hardware("b200"))
-    share = gather_memory_share(2**29, 8, us, hardware("b200"))
-    assert 0.78 < share < 0.86  # twice 650-700 GB/s of 8 TB/s
-    assert gather_memory_share(2**29, 8, us, replace(machine(), kind="host")) == 1.0
+    share = memory_share(hardware("b200"))
+    assert share == pytest.approx(1 - 2 * 650 / 8000)
+    assert memory_share(machine()) == pytest.approx(0.2) and memory_share(replace(machine(), kind="host")) == 1.0
+    assert memory_share(machine(memory_bytes_per_s=1e8)) == 0.1
     assert stream_us(1e6, 0.0, hardware("b200"), share) > stream_us(1e6, 0.0, hardware("b200"))
 
 

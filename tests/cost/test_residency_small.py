@@ -43,7 +43,7 @@ def walk(
     if is_verified:
         verify(program, layout, model=model).raise_if_bad()
     exposed = [
-        predict(program, layout, step_times(model, facts, shape, HARDWARE), HARDWARE).total_exposed_us
+        predict(program, layout, step_times(model, facts, shape, HARDWARE, share=1.0), HARDWARE).total_exposed_us
         for shape in SHAPES
     ]
     return kept_bytes(layout), sum(exposed) / len(exposed)
