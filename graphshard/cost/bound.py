@@ -1,8 +1,8 @@
 """A lower bound on exposed time for a memory target, to hold plans against. No plan of any tried setup is below it.
 
 Weights are sand: what is gathered is a mixture of the cheapest units, with no order among them. Kept are
-- slots: with k of them, the largest unit is one slot, and any k neighbouring units lie in k slots, so that if the
-  smallest slot has u bytes, at most (k - 1) ceil(n / k) of n units are larger than u;
+- slots: with k of them, the largest unit is one slot, and any k neighbouring units lie in k slots, so that of n units
+  at most ceil(n / k) are larger than the second slot, and (k - 1) times as many larger than the smallest;
 - sizes: a layer's unit is at most the layer, and a byte costs no less than in the largest unit that is allowed;
 - time: what is read from some segment on is all that may be gathered after it, and with one slot nothing is gathered
   while another unit is read.
@@ -10,7 +10,7 @@ Weights are sand: what is gathered is a mixture of the cheapest units, with no o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from graphshard.cost.problem import Problem, Setup
 from graphshard.cost.search import MAX_PATTERNS, Search
@@ -26,28 +26,37 @@ def exposed_bound_us(search: Search, target_bytes: int) -> float:
     """What every choice that frees `target_bytes` exposes at least, a mean over the step shapes; inf if none does."""
     if target_bytes <= 0:
         return 0.0
-    return min((_setup_bound_us(search, setup, target_bytes) for setup in search.setups), default=0.0)
+    found = _NEVER
+    below: dict[tuple[int, str], float] = {}  # least gathers of setups that hide as much: more are of no interest
+    for setup in sorted(search.setups, key=lambda setup: setup.prefetch_depth):
+        same = (setup.world_size, setup.units)
+        exposed, us = _setup_bound_us(search, setup, target_bytes, below.get(same, _NEVER))
+        found = min(found, exposed)
+        if setup.prefetch_depth:
+            below[same] = min(us, below.get(same, _NEVER))
+    return found
 
 
-def _setup_bound_us(search: Search, setup: Setup, target_bytes: int) -> float:
+def _setup_bound_us(search: Search, setup: Setup, target_bytes: int, below_us: float) -> tuple[float, float]:
+    """(exposed, gathers) of `setup` at least; inf where the gathers are no less than `below_us`."""
     problem = search.problem
     if setup.world_size == 1:
-        return _NEVER
+        return _NEVER, _NEVER
     gathered = _by_layer if setup.units == "layer" else _by_weight if setup.units == "weight" else _by_any
     hidden = _hidden_us(problem, setup)
     last = max(weight.begin for weight in problem.weights)
     before_last = [profile[last] for profile in problem.profiles]
     read = _read_times(problem) if setup.prefetch_depth == 0 else [0.0] * len(hidden)
     largest = _largest_unit(problem, setup)  # the last unit is read after its gather
-    found = _NEVER
-    for size, us in gathered(search, setup, target_bytes):
+    found = least = _NEVER
+    for size, us in gathered(search, setup, target_bytes, below_us):
         taken = max(0.0, size - largest)
         exposed = [
             max(0.0, us - most, us + taken * per - before)
             for most, per, before in zip(hidden, read, before_last, strict=True)
         ]
-        found = min(found, problem.mean(exposed))
-    return found
+        found, least = min(found, problem.mean(exposed)), min(least, us)
+    return found, least
 
 
 def _largest_unit(problem: Problem, setup: Setup) -> int:
@@ -78,28 +87,41 @@ def _hidden_us(problem: Problem, setup: Setup) -> list[float]:
     return [min(profile[begin] + us for begin, us in last.items()) for profile in problem.profiles]
 
 
-def _by_layer(search: Search, setup: Setup, target_bytes: int) -> Iterator[Gathered]:
-    """One unit a layer, at most: every pair of a largest unit and a smallest slot."""
+def _by_layer(search: Search, setup: Setup, target_bytes: int, below_us: float) -> Iterator[Gathered]:
+    """One unit a layer, at most: every largest unit, second slot and smallest slot."""
     kinds = {layer.kind: layer for layer in search.problem.layers}
     patterns = {kind: [p.num_bytes for p in search.patterns(layer, None)] for kind, layer in kinds.items()}
     if any(len(sizes) >= MAX_PATTERNS for sizes in patterns.values()):
-        yield from _by_any(search, setup, target_bytes)  # some sizes were left out
+        yield from _by_any(search, setup, target_bytes, below_us)  # some sizes were left out
         return
-    shares = SHARES if setup.prefetch_depth else (0.0,)
-    sand = [_Sand(search, setup, patterns, share) for share in shares]
+    depth = setup.prefetch_depth
+    sand = [_Sand(search, setup, patterns, share) for share in (SHARES if depth else (0.0,))]
     sizes = sorted({size for one in patterns.values() for size in one} - {0})
-    best = _NEVER
+    best = below_us
     for index, largest in enumerate(sizes):
-        for smallest in sizes[: index + 1] if setup.prefetch_depth else [largest]:
-            wanted = _gross(target_bytes + largest + setup.prefetch_depth * smallest, setup)
-            us = 0.0
-            for one in sand:
-                us = max(us, one.fill(wanted, largest, smallest))
-                if us >= best and setup.prefetch_depth:
-                    break  # with depth 0 fewer bytes may cost more to read
-            else:
-                best = us
+        for first, smallest in enumerate(sizes[: index + 1]):
+            if depth == 0 and smallest < largest:
+                continue  # there is one slot
+            wanted = _gross(target_bytes + largest + depth * smallest, setup)
+            us = _most_of(sand, wanted, (largest, largest, smallest), best)
+            if us < best and depth > 1:
+                us = _NEVER
+                for second in sizes[first : index + 1]:
+                    wanted = _gross(target_bytes + largest + second + (depth - 1) * smallest, setup)
+                    us = min(us, _most_of(sand, wanted, (largest, second, smallest), best))
+            if us < best:
+                best = us if depth else best  # with one slot fewer bytes may take longer to read, so all count
                 yield wanted, us
+
+
+def _most_of(sand: Sequence[_Sand], wanted: float, sizes: tuple[int, int, int], enough: float) -> float:
+    """The largest bound of any share; the first one that is `enough` will do."""
+    us = 0.0
+    for one in sand:
+        us = max(us, one.fill(wanted, *sizes))
+        if us >= enough:
+            break
+    return us
 
 
 class _Sand:
@@ -113,11 +135,11 @@ class _Sand:
         self.setup = setup
         layers = search.problem.layers
         self.counts = {kind: sum(layer.kind == kind for layer in layers) for kind in patterns}
-        depth = setup.prefetch_depth
-        self.num_large = depth * -(-len(layers) // (depth + 1))
+        self.depth = setup.prefetch_depth
+        self.per_slot = -(-len(layers) // (self.depth + 1))
         request = search.problem.request
-        self.extra_us = share * request.hardware.link(request.transport).t0_us if depth else 0.0
-        per_large = self.extra_us / max(depth, 1)
+        self.extra_us = share * request.hardware.link(request.transport).t0_us if self.depth else 0.0
+        per_large = self.extra_us / max(self.depth, 1)
         self.large = {kind: self._prices(search, sizes, per_large) for kind, sizes in patterns.items()}
         self.small = {kind: self._prices(search, sizes, -self.extra_us) for kind, sizes in patterns.items()}
 
@@ -131,23 +153,35 @@ class _Sand:
                 found.append((size, price))
         return found
 
-    def fill(self, wanted: float, largest: int, smallest: int) -> float:
-        """The cheapest: some layers' units up to `largest`, all others' up to `smallest`; inf if it is too little."""
-        rows = []
-        left = self.num_large
-        for kind in sorted(self.counts, key=lambda kind: _up_to(self.large[kind], largest)[1]):
-            size, price = _up_to(self.large[kind], largest)
-            many = min(self.counts[kind], left) if size > smallest else 0
-            left -= many
-            rows.append((price, float(size * many)))
+    def fill(self, wanted: float, largest: int, second: int, smallest: int) -> float:
+        """The cheapest; inf if it is too little.
+
+        A slot's worth of layers has units up to `largest`, as many for each further slot but one up to `second`, all
+        others up to `smallest`.
+        """
+        rows: list[tuple[float, float]] = []
+        left = self.depth * self.per_slot
+        left -= self._take(rows, min(left, self.per_slot), largest, second)
+        self._take(rows, left, second, smallest)
+        for kind, count in self.counts.items():
             size, price = _up_to(self.small[kind], smallest)
-            rows.append((price, float(size * self.counts[kind])))
-        us = -self.extra_us
+            rows.append((price, float(size * count)))
+        us = -self.depth * self.extra_us
         for price, there in sorted(rows):
             taken = min(there, wanted)
             us += taken * price if taken > 0 else 0.0
             wanted -= taken
         return us if wanted <= 0 else _NEVER
+
+    def _take(self, rows: list[tuple[float, float]], most: int, limit: int, above: int) -> int:
+        """Add `most` layers' units of up to `limit` bytes that are above another size, largest first; how many."""
+        left = most
+        for kind in sorted(self.counts, key=lambda kind: -_up_to(self.large[kind], limit)[0]):
+            size, price = _up_to(self.large[kind], limit)
+            many = min(self.counts[kind], left) if size > above else 0
+            left -= many
+            rows.append((price, float(size * many)))
+        return most - left
 
 
 def _up_to(best: list[tuple[int, float]], limit: int) -> tuple[int, float]:
@@ -159,7 +193,7 @@ def _up_to(best: list[tuple[int, float]], limit: int) -> tuple[int, float]:
     return found
 
 
-def _by_weight(search: Search, setup: Setup, target_bytes: int) -> Iterator[Gathered]:
+def _by_weight(search: Search, setup: Setup, target_bytes: int, below_us: float) -> Iterator[Gathered]:
     """Each weight alone: the cheapest bytes first, for every largest weight."""
     problem = search.problem
     sizes = sorted(weight.num_bytes for weight in problem.weights)
@@ -174,11 +208,12 @@ def _by_weight(search: Search, setup: Setup, target_bytes: int) -> Iterator[Gath
             us += problem.gather(size, setup.world_size) * taken / size
             left -= taken
             if left <= 0:
-                yield wanted, us
+                if us < below_us:
+                    yield wanted, us
                 break
 
 
-def _by_any(search: Search, setup: Setup, target_bytes: int) -> Iterator[Gathered]:
+def _by_any(search: Search, setup: Setup, target_bytes: int, below_us: float) -> Iterator[Gathered]:
     """Any units inside layers: the best price of any size up to the largest layer, one slot of the smallest weight."""
     problem = search.problem
     weights = problem.weights
@@ -188,10 +223,10 @@ def _by_any(search: Search, setup: Setup, target_bytes: int) -> Iterator[Gathere
     layer = _largest_unit(problem, setup)
     link = problem.request.hardware.link(problem.request.transport)
     slowest = problem.gather(layer, setup.world_size) - link.t0_us
-    yield (
-        wanted,
-        wanted * min(slowest / layer, *(problem.gather(w.num_bytes, setup.world_size) / w.num_bytes for w in weights)),
-    )
+    prices = [problem.gather(weight.num_bytes, setup.world_size) / weight.num_bytes for weight in weights]
+    us = wanted * min(slowest / layer, *prices)
+    if us < below_us:
+        yield wanted, us
 
 
 def _gross(freed: float, setup: Setup) -> float:
