@@ -12,6 +12,8 @@ from graphshard.comm.group import Group
 from graphshard.core.errors import SpecError
 from graphshard.core.plan import Plan
 from graphshard.core.specs import DeviceSpec, ModelSpec, StepShape
+from graphshard.cost.auto_plan import auto_plan, read_figures
+from graphshard.cost.hardware import HardwareSpec
 from graphshard.device import Device, open_device
 from graphshard.runtime.attach import Attached, attach_module
 from graphshard.runtime.bind import Hooks
@@ -24,6 +26,7 @@ from graphshard.runtime.source import open_source
 from graphshard.schedule.auto import make_plan
 
 PlanChoice = Plan | Literal["auto", "replicated"]
+Hardware = HardwareSpec | str | Path | None
 
 
 def compile(  # the field's verb, as in torch.compile; always used as graphshard.compile
@@ -34,6 +37,7 @@ def compile(  # the field's verb, as in torch.compile; always used as graphshard
     plan: PlanChoice = "auto",
     capture_sizes: Sequence[int | tuple[int, int]] = (1,),
     device: str | Device = "host",
+    hardware: Hardware = None,
     timeout_s: float = 30.0,
     hooks: Hooks | None = None,
     **choices: Any,
@@ -50,6 +54,8 @@ def compile(  # the field's verb, as in torch.compile; always used as graphshard
             memory rules: the yardstick); or a Plan.
         capture_sizes: batch sizes, or (batch_size, tokens_per_sequence), to capture; () captures nothing yet.
         device: "host", or an open device.
+        hardware: the machine's figures for "auto": a published name ("b200"), or a file of `graphshard calibrate`. A
+            GPU's are looked up by its name; a host without a file goes by simple rules.
         timeout_s: the longest that the host waits for anything.
         hooks: what tests insert into bound lists.
         choices: what "auto" is not to choose: units, prefetch_depth, num_slots, head, executor, ... (`make_plan`).
@@ -62,7 +68,9 @@ def compile(  # the field's verb, as in torch.compile; always used as graphshard
     shapes = [StepShape(*size) if isinstance(size, tuple) else StepShape(size) for size in capture_sizes]
     hooks = hooks or Hooks()
     with agree_on_device(group, device) as agreed:
-        compiled = group.agree("plan", lambda: _compile(model.spec(), group, agreed.spec, plan, shapes, choices))
+        compiled = group.agree(
+            "plan", lambda: _compile(model.spec(), group, agreed.spec, plan, shapes, choices, hardware)
+        )
         source = group.agree("checkpoint", lambda: open_source(checkpoint))
         if agreed.welcome is None:  # a rank that came back is alone; its shards' checksums are compared
             check_source(group, compiled.model, source)
@@ -86,6 +94,7 @@ def attach(
     check: bool = False,
     own_loop: bool = False,
     device: str | Device = "host",
+    hardware: Hardware = None,
     timeout_s: float = 30.0,
     hooks: Hooks | None = None,
     **choices: Any,
@@ -101,6 +110,8 @@ def attach(
         check: poison slots, and name weights that are read outside their layer's call. Slow.
         own_loop: no hooks: the caller runs the layers, between `before_layer(i)` and `after_layer(i)` of `begin_step`.
         device: "host", or an open device.
+        hardware: the machine's figures for "auto": a published name ("b200"), or a file of `graphshard calibrate`. A
+            GPU's are looked up by its name; a host without a file goes by simple rules.
         timeout_s: the longest that the host waits for anything.
         hooks: what tests insert into bound lists.
         choices: as in `compile`.
@@ -110,14 +121,13 @@ def attach(
     """
     if isinstance(device, str):
         device = open_device(device, num_ranks=group.world_size)
-    if plan == "auto" and group.world_size > 1:
-        choices.setdefault("units", "layer")
+    defaults = {"units": "layer"} if group.world_size > 1 and "units" not in choices else {}
     with agree_on_device(group, device) as agreed:
         return attach_module(
             module,
             group,
             device,
-            lambda model: _compile(model, group, agreed.spec, plan, [], choices),
+            lambda model: _compile(model, group, agreed.spec, plan, [], choices, hardware, defaults),
             agreed=agreed,
             layers=layers,
             order=order,
@@ -135,6 +145,8 @@ def _compile(
     plan: PlanChoice,
     shapes: list[StepShape],
     choices: dict[str, Any],
+    hardware: Hardware = None,
+    defaults: dict[str, Any] | None = None,
 ) -> Compiled:
     if isinstance(plan, Plan):
         if choices:
@@ -143,5 +155,8 @@ def _compile(
     if plan not in ("auto", "replicated"):
         raise SpecError(f"unknown plan {plan!r}; known: auto, replicated, or a graphshard.Plan")
     shapes = shapes or [StepShape(1)]
-    made = make_plan(model, group.world_size, device, replicated=plan == "replicated", step_shapes=shapes, **choices)
+    if plan == "replicated":
+        made = make_plan(model, group.world_size, device, replicated=True, step_shapes=shapes, **choices)
+    else:
+        made = auto_plan(model, group.world_size, device, read_figures(hardware), shapes, choices, defaults)
     return compile_plan(model, made)

@@ -88,10 +88,10 @@ def trace_timeline(
     begin_us = time.monotonic_ns() / 1e3  # one clock for all processes of a machine
     ends = step.replay()
     has_one_worker = runtime.driver.is_host and runtime.plan.executor == "cooperative"
-    return Timeline(runtime.rank, tuple(_spans(rows, ends, bound.program, has_one_worker)), begin_us)
+    return Timeline(runtime.rank, tuple(spans_of(rows, ends, bound.program, has_one_worker)), begin_us)
 
 
-def _spans(
+def spans_of(
     rows: Sequence[BoundRow], ends_us: Mapping[int, float], program: Program, has_one_worker: bool
 ) -> Iterator[Span]:
     begins_us: dict[int, float] = {}

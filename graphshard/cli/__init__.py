@@ -12,6 +12,8 @@ COMMANDS = {
     "demo": "Decode a real model with sharded weights on rank processes, beside the replicated model.",
     "generate": "Generate text on ranks that keep a part of the weights each, and that fail alone.",
     "trace": "Show one step of every rank in time, for ui.perfetto.dev and as a picture.",
+    "plan": "Say what sharding a model frees and costs on a machine, from its config alone.",
+    "calibrate": "Measure this machine into a file that `plan` and `bench step --predict` read.",
     "show": "Print a model, plan, layout, program, bound program or graph.",
     "verify": "Prove op lists free of races, or name every violation.",
     "doctor": "Say what this machine can do, and why not.",

@@ -12,6 +12,7 @@ from graphshard.bench.step_rows import chosen_rows, core_share, label_of, sample
 from graphshard.cli.common import COUNT, Names, Output, answering, check_writable, rank_values
 from graphshard.cli.counts import Counts
 from graphshard.core.errors import SpecError
+from graphshard.cost.hardware_file import load_hardware
 from graphshard.models.config import load_llama_config
 from graphshard.report.tables import table_of
 from graphshard.schedule.units import unit_cap
@@ -70,6 +71,7 @@ class _Plans(click.ParamType[list[list[Any]]]):
 @click.option("--cache-length", type=COUNT, default=64, show_default=True, help="Positions of the KV cache.")
 @click.option("--model", type=click.Path(path_type=Path), help="Folder of a llama checkpoint instead of SmolLM2-135M.")
 @click.option("--png", type=click.Path(path_type=Path), help="Draw the distributions.")
+@click.option("--predict", "hardware", metavar="FILE", help="Add what the model predicts by a file of `calibrate`.")
 @click.option("--no-reference", is_flag=True, help="Leave out transformers' own forward.")
 @answering
 def command(
@@ -83,6 +85,7 @@ def command(
     cache_length: int,
     model: Path | None,
     png: Path | None,
+    hardware: str | None,
     no_reference: bool,
 ) -> bool:
     """Time decoding steps: the plan that is chosen without measuring, other plans, and peers, turn by turn.
@@ -92,6 +95,7 @@ def command(
     """
     if png is not None:
         check_writable("--png", png)
+    machine = None if hardware is None else load_hardware(hardware)
     folder = model or _smollm2()
     load_llama_config(folder)  # refused here, before ranks are started
     request = {
@@ -106,7 +110,13 @@ def command(
         rank_values(out, ENTRY, world_size, {**request, "title": f"launch {i + 1} of {launches}"}, LAUNCH_TIMEOUT_S)
         for i in range(launches)
     ]
-    return _answer(out, found, f"{folder.name}, {world_size} ranks, cache {cache_length}, {launches} launches", png)
+    rows = step_rows(found)
+    if machine is not None:
+        from graphshard.cli.bench_predict import Predictor, add_predictions
+
+        add_predictions(rows, Predictor(folder, world_size, max(batch_sizes), cache_length, machine))
+    title = f"{folder.name}, {world_size} ranks, cache {cache_length}, {launches} launches"
+    return _answer(out, found, rows, title, png)
 
 
 def _smollm2() -> Path:
@@ -115,9 +125,9 @@ def _smollm2() -> Path:
     return prepare_smollm2()
 
 
-def _answer(out: Output, launches: list[list[Any]], title: str, png: Path | None) -> bool:
+def _answer(out: Output, launches: list[list[Any]], rows: list[dict[str, Any]], title: str, png: Path | None) -> bool:
     """Say and write all there is to say; whether the logits agree."""
-    rows, samples, reasons = step_rows(launches), samples_of(launches), launches[0][0]["reasons"]
+    samples, reasons = samples_of(launches), launches[0][0]["reasons"]
     chosen = chosen_rows(rows)
     _show(out, rows, chosen, title)
     for reason in reasons:
@@ -125,6 +135,10 @@ def _answer(out: Output, launches: list[list[Any]], title: str, png: Path | None
     if png is not None:
         _draw(rows, samples, png, title)
     agree = all(row["agrees"] for row in rows)
+    if "predicted_ms" in rows[0]:
+        from graphshard.cli.bench_predict import say_predictions
+
+        say_predictions(out, rows)
     out.say(_verdict(rows))
     out.emit(rows, title=title, chosen=chosen, agree=agree, reasons=reasons, samples=samples)
     return agree

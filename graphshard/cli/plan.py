@@ -26,10 +26,11 @@ prefetch_depth, num_units, num_slots, slot_bytes}. `part_bytes` {kda, mla, moe_p
 it sharded) and `plan` (the recommended one): {gross_bytes, freed_before_slots_bytes, slots_bytes, num_slots,
 num_units, largest_unit_bytes, freed_bytes, used_bytes, kv_tokens, ...}; `ledger` has each line of both. `fit` {fits,
 used_bytes, memory_bytes, routed_expert_bytes, least_ep}. `recommendation` {answer: full|partial|none|target, reasons,
-hides_from_tokens_per_rank, units, prefetch_depth, include, exposed_us, bound_us, rejected: [{setup, reason}]}.
-`by_step_shape`: step_us (replicated), full_exposed_us, hidden_freed_bytes, plan_us, plan_exposed_us, graph_nodes, ...
-`dual`: for each block {block, times, crossovers: [{first, second, tokens_per_group}]}: from so many tokens of all ranks
-on, `second` is no slower than `first`; null: never. Sizes are bytes of one rank.
+hides_from_tokens_per_rank, units, prefetch_depth, include, exposed_us (mean over the step shapes),
+exposed_us_by_shape, bound_us, rejected: [{setup, reason}]}. `by_step_shape`: step_us (replicated), full_exposed_us,
+hidden_freed_bytes, plan_us, plan_exposed_us, graph_nodes, ... `dual`: for each block {block, times, crossovers:
+[{first, second, tokens_per_group}]}: from so many tokens of all ranks on, `second` is no slower than `first`; null:
+never. Sizes are bytes of one rank.
 
 Exit code 1: nothing is worth sharding."""
 
@@ -116,7 +117,11 @@ def _shapes(tokens_per_rank: list[int] | None, capture_sizes: list[int] | None) 
 def _draw(work: PlanWork, path: Path) -> None:
     from graphshard.report.frontier import Curve, PlanPicture, draw_plan
 
-    residency, tables = work.residency, work.dual_tables()[:1]
+    tables = work.dual_tables()[:1]
+    chosen = None
+    if work.residency is not None:
+        outcome = work.residency.outcome
+        chosen = (outcome.freed_bytes, work.mean_us(outcome.exposed_by_shape))
     shape, prediction = work.ask.step_shapes[0], work.predictions[0]
     modes: tuple[Mode, ...] = ("replicated", "gather", "tensor_parallel")
     curves = [
@@ -129,7 +134,7 @@ def _draw(work: PlanWork, path: Path) -> None:
         step=prediction.timeline,
         step_title=f"predicted step {shape}: {prediction.duration_us / 1e3:,.2f} ms",
         frontier=[(one.freed_bytes, one.exposed_us) for one in work.front.points] if work.is_shardable else [],
-        chosen=None if residency is None else (residency.outcome.freed_bytes, residency.outcome.exposed_us),
+        chosen=chosen,
         curves=curves,
         curves_title=f"{tables[0].block.role} of a layer, three ways" if tables else "",
         crossings=[

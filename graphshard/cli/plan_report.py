@@ -215,12 +215,12 @@ def recommendation_json(work: PlanWork) -> dict[str, Any]:
         found["mean_step_us"] = _mean_step_us(work)
     if residency is not None:
         found |= {
-            "units": residency.outcome.setup.units,
-            "prefetch_depth": residency.outcome.setup.prefetch_depth,
             "include": list(residency.include),
             "bound_us": residency.bound_us,
             "is_exact": residency.is_exact,
-            **{key: value for key, value in frontier_row(residency.outcome).items() if key not in found},
+            **frontier_row(residency.outcome),
+            "exposed_us": work.mean_us(residency.outcome.exposed_by_shape),
+            "exposed_us_by_shape": list(residency.outcome.exposed_by_shape),
             "rejected": [{"setup": str(one.setup), "reason": one.reason} for one in residency.rejected],
         }
     return found
@@ -296,8 +296,7 @@ def _dual_rows(table: DualTable) -> list[dict[str, Any]]:
 
 
 def _mean_step_us(work: PlanWork) -> float:
-    problem = work.front.search.problem
-    return problem.mean([times.total_us for times in problem.times])
+    return work.mean_us([times.total_us for times in work.front.search.problem.times])
 
 
 def frontier_rows(points: Sequence[Outcome]) -> list[dict[str, Any]]:

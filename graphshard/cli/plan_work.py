@@ -249,6 +249,10 @@ class PlanWork:
             return self.replicated
         return self._planned({name: value for name, value in residency.options().items() if name != "step_shapes"})
 
+    def mean_us(self, by_shape: Sequence[float]) -> float:
+        """The mean over the step shapes."""
+        return self.front.search.problem.mean(by_shape)
+
     def fit(self, planned: Planned) -> Fit:
         """Whether a rank of `planned` fits, and the least ep (a multiple of the ranks) with which it does."""
         facts = self.model.facts
@@ -286,7 +290,7 @@ class PlanWork:
         found = []
         for index, (shape, times) in enumerate(zip(self.ask.step_shapes, problem.times, strict=True)):
             allowed = HIDDEN_SHARE * times.total_us + 1e-6
-            hidden = [one for one in self.front.points if (one.exposed_by_shape or (0.0,) * 99)[index] <= allowed]
+            hidden = [one for one in self.front.points if one.exposed_by_shape[index] <= allowed]
             best = max(hidden, key=lambda one: one.freed_bytes)
             found.append(
                 {

@@ -13,6 +13,7 @@ from graphshard.cli.common import COUNT, Output, answering, check_writable, rank
 from graphshard.cli.planning import IntOrAuto, Units
 from graphshard.cli.prompts import PROMPTS, Codec
 from graphshard.core.timeline import Span, Timeline, unit_times
+from graphshard.cost.hardware_file import load_hardware
 from graphshard.models.config import load_llama_config
 from graphshard.report.perfetto import write_perfetto
 from graphshard.report.tables import table_of
@@ -24,7 +25,8 @@ EXECUTORS = ("auto", "cooperative", "threaded")
 
 JSON_HELP = """JSON keys: `rows` has one row for each span {rank, lane, kind, name, begin_us, end_us, unit, layer,
 segment}; times count from the first rank's first op. `ranks` {rank, step_us, compute_us, copy_us, wait_us, timed_ms};
-`units` {unit, name, gather_us, compute_us} of rank 0; `plan`."""
+`units` {unit, name, gather_us, compute_us} of rank 0; `plan`; `predicted` has rows as
+`rows` (with --predict)."""
 
 
 @click.command("trace", epilog=JSON_HELP)
@@ -40,6 +42,9 @@ segment}; times count from the first rank's first op. `ranks` {rank, step_us, co
     "--out", "trace_path", type=click.Path(path_type=Path), default="graphshard-trace.json", show_default=True
 )
 @click.option("--png", type=click.Path(path_type=Path), help="Draw the lanes too.")
+@click.option(
+    "--predict", "hardware", metavar="FILE", help="Add the step that the model predicts by `calibrate`'s file."
+)
 @answering
 def command(
     out: Output,
@@ -53,6 +58,7 @@ def command(
     executor: str,
     trace_path: Path,
     png: Path | None,
+    hardware: str | None,
 ) -> None:
     """Capture one step once more with an event after every op, replay it on all ranks, and write when each was done.
 
@@ -61,6 +67,7 @@ def command(
     for option, path in (("--out", trace_path), ("--png", png)):
         if path is not None:
             check_writable(option, path)
+    machine = None if hardware is None else load_hardware(hardware)
     folder = model or _smollm2()
     prompt = Codec(folder).encode(PROMPTS[0], load_llama_config(folder).vocab_size)
     request = {
@@ -78,19 +85,33 @@ def command(
         f"{plan['prefetch_depth']}, {plan['executor']}"
     )
     timelines = [_timeline(value["timeline"]) for value in values]
-    write_perfetto(timelines, trace_path, {"title": title, **plan})
+    predicted = []
+    if machine is not None:
+        from graphshard.cli.bench_predict import Predictor
+
+        step = Predictor(folder, world_size, batch_size, cache_length, machine).step(batch_size, **plan)
+        predicted = [step.timeline]
+    write_perfetto(timelines, trace_path, {"title": title, **plan}, predicted)
     if png is not None:
         from graphshard.report.timeline import draw_timelines
 
         draw_timelines(timelines, png, title)
-    _answer(out, timelines, values, title)
+    _answer(out, timelines, values, title, predicted)
     out.say(f"open {trace_path} in ui.perfetto.dev" + (f"; picture: {png}" if png is not None else ""))
 
 
-def _answer(out: Output, timelines: Sequence[Timeline], values: Sequence[dict[str, Any]], title: str) -> None:
+def _answer(
+    out: Output,
+    timelines: Sequence[Timeline],
+    values: Sequence[dict[str, Any]],
+    title: str,
+    predicted: Sequence[Timeline],
+) -> None:
     ranks = [_rank_row(one, value) for one, value in zip(timelines, values, strict=True)]
     columns = {"rank": "rank", "step_us": "traced step us", "compute_us": "compute", "copy_us": "copies"}
     out.say(table_of(ranks, {**columns, "wait_us": "waits", "timed_ms": "untraced step ms"}, title))
+    for one in predicted:
+        out.say(f"predicted: a step of {one.duration_us:,.0f} us; every rank's is alike")
     names = values[0]["unit_names"]
     units = [
         {"unit": one.unit, "name": names[one.unit], "gather_us": one.gather_us, "compute_us": one.compute_us}
@@ -98,7 +119,8 @@ def _answer(out: Output, timelines: Sequence[Timeline], values: Sequence[dict[st
     ]
     first = min(one.offset_us for one in timelines)
     rows = [_span_row(one.rank, span, one.offset_us - first) for one in timelines for span in one.spans]
-    out.emit(rows, title=title, ranks=ranks, units=units, plan=values[0]["plan"])
+    theirs = [_span_row(one.rank, span, 0.0) for one in predicted for span in one.spans]
+    out.emit(rows, title=title, ranks=ranks, units=units, plan=values[0]["plan"], predicted=theirs)
 
 
 def _rank_row(timeline: Timeline, value: dict[str, Any]) -> dict[str, Any]:

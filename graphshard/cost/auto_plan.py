@@ -1,0 +1,90 @@
+"""`plan="auto"`: by the residency solver where the machine's figures are known, by `make_plan`'s rules elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from graphshard.core.plan import Plan
+from graphshard.core.sizes import parse_bytes
+from graphshard.core.specs import DeviceSpec, ModelSpec, StepShape
+from graphshard.cost.choose import ChooseRequest, choose
+from graphshard.cost.hardware import HardwareSpec
+from graphshard.cost.hardware_file import load_hardware
+from graphshard.cost.plain import plain_facts
+from graphshard.cost.published import PUBLISHED, hardware
+from graphshard.schedule.auto import make_plan
+
+DECIDED = frozenset({"units", "prefetch_depth", "num_slots", "include", "exclude", "executor", "replicated"})
+"""What `choose` decides. Whoever asks for one of these has decided, and the rules fill in the rest."""
+
+
+def auto_plan(
+    model: ModelSpec,
+    world_size: int,
+    device: DeviceSpec,
+    figures: HardwareSpec | None,
+    step_shapes: Sequence[StepShape],
+    choices: Mapping[str, Any],
+    defaults: Mapping[str, Any] | None = None,
+) -> Plan:
+    """The plan that is made when nobody says which.
+
+    Args:
+        model: what exists.
+        world_size: ranks that share one copy.
+        device: what the ranks agreed on about their devices.
+        figures: of the machine, equal on all ranks; None: looked up by the device's name (`figures_of`).
+        step_shapes: what will be captured.
+        choices: options of `make_plan` that were asked for.
+        defaults: options that hold wherever they were not asked for, whoever decides.
+
+    Raises:
+        SpecError: as `make_plan` and `choose`.
+    """
+    defaults = defaults or {}
+    figures = figures or figures_of(device)
+    if figures is None or DECIDED & set(choices) or world_size == 1:
+        return make_plan(model, world_size, device, step_shapes=step_shapes, **{**defaults, **choices})
+    limit = choices.get("memory_limit_bytes")
+    chosen = choose(
+        ChooseRequest(
+            model=model,
+            facts=plain_facts(model, world_size),
+            hardware=figures,
+            device=device,
+            world_size=world_size,
+            step_shapes=tuple(step_shapes),
+            memory_limit_bytes=parse_bytes(limit) if isinstance(limit, str) else limit,
+            transport=choices.get("transport", "pull"),
+        )
+    )
+    options = {**chosen.options, **choices, "step_shapes": step_shapes}
+    if not chosen.options.get("replicated"):
+        options |= defaults
+    plan = make_plan(model, world_size, device, **options)
+    return replace(plan, reasons=(*chosen.reasons, *plan.reasons))
+
+
+def figures_of(device: DeviceSpec) -> HardwareSpec | None:
+    """The published figures of a GPU by its name (`NVIDIA H100 80GB HBM3`); None for others, and for a host."""
+    if device.kind != "cuda":
+        return None
+    words = device.name.lower().replace("-", " ").split()
+    name = next((name for name in sorted(PUBLISHED, key=len, reverse=True) if name in words), None)
+    return None if name is None else hardware(name)
+
+
+def read_figures(source: HardwareSpec | str | Path | None) -> HardwareSpec | None:
+    """A machine's figures: as they are, by a published name, or from a file of `graphshard calibrate`.
+
+    Raises:
+        SpecError: neither a known name nor a readable file.
+    """
+    if source is None or isinstance(source, HardwareSpec):
+        return source
+    if isinstance(source, str) and source.lower() in PUBLISHED:
+        return hardware(source)
+    return load_hardware(source)
