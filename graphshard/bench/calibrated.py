@@ -138,9 +138,7 @@ def _weight_rate(
 
 
 def _sources(ranks: Sequence[Told], machine: Mapping[str, Any], world_size: int) -> tuple[tuple[str, str], ...]:
-    where = (
-        f"measured by graphshard calibrate on {world_size} ranks at once, {machine['cores']} cores, {machine['cpu']}"
-    )
+    where = f"calibrated on {world_size} ranks at once, {machine['cores']} cores of {machine['cpu']}"
     launch = _launch(ranks)
     fan_out = ", ".join(
         f"{streams}: {_mean(ranks, 'fan_out_us', streams):.0f} us" for streams in ranks[0]["fan_out_us"]

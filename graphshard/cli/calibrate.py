@@ -62,8 +62,9 @@ def command(
     rows = _rows(found)
     out.say(table_of(rows, {"what": f"{world_size} ranks at once", "value": "value", "unit": "", "source": "source"}))
     out.say(f"wrote {path}: {len(found.measured)} measured times; compare with a step:")
-    sizes = ",".join(str(size) for size in batch_sizes)
-    out.say(f"  graphshard bench step --predict {path} --batch-sizes {sizes} --cache-length {cache_length}")
+    options = f"--world-size {world_size} --batch-sizes {','.join(map(str, batch_sizes))} --cache-length {cache_length}"
+    named = f" --model {model}" if model is not None else ""
+    out.say(f"  graphshard bench step --predict {path} {options}{named} --launches 3 --peers replicated --no-reference")
     out.emit(rows, hardware=hardware_json(found), path=str(path))
 
 

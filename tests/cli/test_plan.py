@@ -11,6 +11,8 @@ import pytest
 from cli_runner import here
 
 CONFIGS = Path(__file__).parent.parent / "data" / "configs"
+GIB = 2**30
+MIB = 2**20
 LLAMA = [CONFIGS / "llama-3-8b", "--world-size", 4, "--hardware", "h100", "--tokens-per-rank", 256]
 K3 = ["kimi-k3", "--weights", "fp8", "--world-size", 8, "--hardware", "b200"]
 

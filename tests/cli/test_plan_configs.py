@@ -22,8 +22,6 @@ LARGE = {
     "qwen3-next-80b-a3b",
 }
 """Many layers, or many kinds of them: seconds each."""
-GIB = 2**30
-MIB = 2**20
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LARGE)) for name in NAMES])
