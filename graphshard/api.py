@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from graphshard.comm.group import Group
 from graphshard.core.errors import SpecError
 from graphshard.core.plan import Plan
-from graphshard.core.specs import DeviceSpec, ModelSpec, StepShape
+from graphshard.core.specs import ModelSpec, StepShape
 from graphshard.cost.auto_plan import auto_plan, read_figures
 from graphshard.cost.hardware import HardwareSpec
 from graphshard.device import Device, open_device
 from graphshard.runtime.attach import Attached, attach_module
 from graphshard.runtime.bind import Hooks
-from graphshard.runtime.build import agree_on_device, build_runtime
+from graphshard.runtime.build import Agreed, agree_on_device, build_runtime
 from graphshard.runtime.compiled import Compiled, compile_plan
 from graphshard.runtime.model import SegmentedModel
 from graphshard.runtime.replicated import check_source
@@ -44,7 +44,7 @@ def compile(  # the field's verb, as in torch.compile; always used as graphshard
 ) -> Runtime:
     """Shard `model` over `group`, verify its programs, load, bind and capture them. Collective.
 
-    With a group from `rejoin_group` it is not: this rank takes a dead one's place, the others go on meanwhile.
+    Not with a group from `rejoin_group`: this rank takes a dead one's place, the others go on meanwhile.
 
     Args:
         model: a model cut into segments, e.g. `graphshard.models.llama.Llama`.
@@ -54,8 +54,7 @@ def compile(  # the field's verb, as in torch.compile; always used as graphshard
             memory rules: the yardstick); or a Plan.
         capture_sizes: batch sizes, or (batch_size, tokens_per_sequence), to capture; () captures nothing yet.
         device: "host", or an open device.
-        hardware: the machine's figures for "auto": a published name ("b200"), or a file of `graphshard calibrate`. A
-            GPU's are looked up by its name; a host without a file goes by simple rules.
+        hardware: figures for "auto", by published name or `graphshard calibrate`'s file; None: a GPU's by its name.
         timeout_s: the longest that the host waits for anything.
         hooks: what tests insert into bound lists.
         choices: what "auto" is not to choose: units, prefetch_depth, num_slots, head, executor, ... (`make_plan`).
@@ -68,19 +67,13 @@ def compile(  # the field's verb, as in torch.compile; always used as graphshard
     shapes = [StepShape(*size) if isinstance(size, tuple) else StepShape(size) for size in capture_sizes]
     hooks = hooks or Hooks()
     with agree_on_device(group, device) as agreed:
-        compiled = group.agree(
-            "plan", lambda: _compile(model.spec(), group, agreed.spec, plan, shapes, choices, hardware)
-        )
+        compiled = group.agree("plan", lambda: _compile(model.spec(), group, agreed, plan, shapes, choices, hardware))
         source = group.agree("checkpoint", lambda: open_source(checkpoint))
         if agreed.welcome is None:  # a rank that came back is alone; its shards' checksums are compared
             check_source(group, compiled.model, source)
         runtime = build_runtime(compiled, model, source, group, device, agreed=agreed, timeout_s=timeout_s, hooks=hooks)
-    try:
-        if shapes:
-            runtime.capture(shapes)
-    except BaseException:
-        runtime.close()
-        raise
+    if shapes:
+        _capture(runtime, shapes)
     return runtime
 
 
@@ -110,8 +103,7 @@ def attach(
         check: poison slots, and name weights that are read outside their layer's call. Slow.
         own_loop: no hooks: the caller runs the layers, between `before_layer(i)` and `after_layer(i)` of `begin_step`.
         device: "host", or an open device.
-        hardware: the machine's figures for "auto": a published name ("b200"), or a file of `graphshard calibrate`. A
-            GPU's are looked up by its name; a host without a file goes by simple rules.
+        hardware: figures for "auto", by published name or `graphshard calibrate`'s file; None: a GPU's by its name.
         timeout_s: the longest that the host waits for anything.
         hooks: what tests insert into bound lists.
         choices: as in `compile`.
@@ -127,7 +119,7 @@ def attach(
             module,
             group,
             device,
-            lambda model: _compile(model, group, agreed.spec, plan, [], choices, hardware, defaults),
+            lambda model: _compile(model, group, agreed, plan, [], choices, hardware, defaults),
             agreed=agreed,
             layers=layers,
             order=order,
@@ -138,10 +130,19 @@ def attach(
         )
 
 
+def _capture(runtime: Runtime, shapes: Sequence[StepShape]) -> None:
+    """Capture, or give back what was reserved."""
+    try:
+        runtime.capture(shapes)
+    except BaseException:
+        runtime.close()
+        raise
+
+
 def _compile(
     model: ModelSpec,
     group: Group,
-    device: DeviceSpec,
+    agreed: Agreed,
     plan: PlanChoice,
     shapes: list[StepShape],
     choices: dict[str, Any],
@@ -154,7 +155,7 @@ def _compile(
         return compile_plan(model, plan)
     if plan not in ("auto", "replicated"):
         raise SpecError(f"unknown plan {plan!r}; known: auto, replicated, or a graphshard.Plan")
-    shapes = shapes or [StepShape(1)]
+    shapes, device = shapes or [StepShape(1)], agreed.spec
     if plan == "replicated":
         made = make_plan(model, group.world_size, device, replicated=True, step_shapes=shapes, **choices)
     else:

@@ -13,6 +13,7 @@ from graphshard.cli.common import COUNT, Output, answering, check_writable, rank
 from graphshard.cli.planning import IntOrAuto, Units
 from graphshard.cli.prompts import PROMPTS, Codec
 from graphshard.core.timeline import Span, Timeline, unit_times
+from graphshard.cost.hardware import HardwareSpec
 from graphshard.cost.hardware_file import load_hardware
 from graphshard.models.config import load_llama_config
 from graphshard.report.perfetto import write_perfetto
@@ -85,12 +86,7 @@ def command(
         f"{plan['prefetch_depth']}, {plan['executor']}"
     )
     timelines = [_timeline(value["timeline"]) for value in values]
-    predicted = []
-    if machine is not None:
-        from graphshard.cli.bench_predict import Predictor
-
-        step = Predictor(folder, world_size, batch_size, cache_length, machine).step(batch_size, **plan)
-        predicted = [step.timeline]
+    predicted = [] if machine is None else [_predicted(folder, values, request, machine)]
     write_perfetto(timelines, trace_path, {"title": title, **plan}, predicted)
     if png is not None:
         from graphshard.report.timeline import draw_timelines
@@ -98,6 +94,17 @@ def command(
         draw_timelines(timelines, png, title)
     _answer(out, timelines, values, title, predicted)
     out.say(f"open {trace_path} in ui.perfetto.dev" + (f"; picture: {png}" if png is not None else ""))
+
+
+def _predicted(
+    folder: Path, values: Sequence[dict[str, Any]], request: dict[str, Any], machine: HardwareSpec
+) -> Timeline:
+    """The step that the model predicts; every rank's is alike."""
+    from graphshard.cli.bench_predict import Predictor
+
+    batch_size = request["batch_size"]
+    predictor = Predictor(folder, len(values), batch_size, request["cache_length"], machine)
+    return predictor.step(batch_size, **values[0]["plan"]).timeline
 
 
 def _answer(
