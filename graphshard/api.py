@@ -102,8 +102,7 @@ def attach(
         plan: as in `compile`; units are layers unless `choices` say otherwise.
         check: poison slots, and name weights that are read outside their layer's call. Slow.
         own_loop: no hooks: the caller runs the layers, between `before_layer(i)` and `after_layer(i)` of `begin_step`.
-        device: "host", or an open device.
-        hardware: figures for "auto", by published name or `graphshard calibrate`'s file; None: a GPU's by its name.
+        device, hardware: as in `compile`.
         timeout_s: the longest that the host waits for anything.
         hooks: what tests insert into bound lists.
         choices: as in `compile`.
