@@ -102,7 +102,8 @@ def attach(
         plan: as in `compile`; units are layers unless `choices` say otherwise.
         check: poison slots, and name weights that are read outside their layer's call. Slow.
         own_loop: no hooks: the caller runs the layers, between `before_layer(i)` and `after_layer(i)` of `begin_step`.
-        device, hardware: as in `compile`.
+        device: "host", or an open device.
+        hardware: as in `compile`.
         timeout_s: the longest that the host waits for anything.
         hooks: what tests insert into bound lists.
         choices: as in `compile`.
@@ -112,13 +113,12 @@ def attach(
     """
     if isinstance(device, str):
         device = open_device(device, num_ranks=group.world_size)
-    defaults = {"units": "layer"} if group.world_size > 1 and "units" not in choices else {}
     with agree_on_device(group, device) as agreed:
         return attach_module(
             module,
             group,
             device,
-            lambda model: _compile(model, group, agreed, plan, [], choices, hardware, defaults),
+            lambda model: _compile(model, group, agreed, plan, [], choices, hardware, {"units": "layer"}),
             agreed=agreed,
             layers=layers,
             order=order,

@@ -39,12 +39,12 @@ def auto_plan(
         figures: of the machine, equal on all ranks; None: looked up by the device's name (`figures_of`).
         step_shapes: what will be captured.
         choices: options of `make_plan` that were asked for.
-        defaults: options that hold wherever they were not asked for, whoever decides.
+        defaults: options that hold wherever they were not asked for, whoever decides; one rank has no use for them.
 
     Raises:
         SpecError: as `make_plan` and `choose`.
     """
-    defaults = defaults or {}
+    defaults = (defaults or {}) if world_size > 1 else {}
     figures = figures or figures_of(device)
     if figures is None or DECIDED & set(choices) or world_size == 1:
         return make_plan(model, world_size, device, step_shapes=step_shapes, **{**defaults, **choices})
