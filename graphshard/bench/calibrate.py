@@ -1,6 +1,6 @@
 """What a machine's ranks can do, measured on all of them at once: copies, launches, gemms, and each beside the other.
 
-Everything is repeated in turns and the median counts, so that other programs are averaged out as far as they can be.
+Everything is repeated in turns, so that other programs disturb all alike.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ def _window(compute: Callable[[int], None] | None, copy: Callable[[int], None] |
 
 
 def _in_turns(group: Group, runs: Mapping[Key, Callable[[], None]], num_repeats: int) -> dict[Key, float]:
-    """The median us of each; every run begins at a barrier, the first two of each do not count."""
+    """The lower quartile of each, in us: others only add to it. Runs begin at a barrier, the first two do not count."""
     samples: dict[Key, list[float]] = {what: [] for what in runs}
     for turn in range(2 + num_repeats):
         for what, run in runs.items():
@@ -216,4 +216,4 @@ def _in_turns(group: Group, runs: Mapping[Key, Callable[[], None]], num_repeats:
             run()
             if turn >= 2:
                 samples[what].append((time.perf_counter() - begin) * 1e6)
-    return {what: quantile(sorted(found), 0.5) for what, found in samples.items()}
+    return {what: quantile(sorted(found), 0.25) for what, found in samples.items()}

@@ -23,6 +23,8 @@ MAX_RANKS = 4096
 COPIED_TWICE = 2
 """A gather reads its source through the cache that it fills."""
 MIN_RATE = 1.0
+SEGMENTS_OF: dict[str, MeasuredWhat] = {"replicated": "segment", "gathered": "segment_cached"}
+"""What the segments of a run's steps are."""
 
 
 def named_model(spec: ModelSpec, folder: str) -> ModelSpec:
@@ -83,7 +85,9 @@ def _segments(ranks: Sequence[Told], model: str) -> list[Measured]:
     found: dict[tuple[MeasuredWhat, tuple[int | str, ...]], list[float]] = {}
     for told in ranks:
         for run in told["pieces"]:
-            what: MeasuredWhat = "segment" if run["run"] == "replicated" else "segment_cached"
+            what = SEGMENTS_OF.get(run["run"])
+            if what is None:
+                continue
             for name, us in run["segments"].items():
                 found.setdefault((what, (model, name, run["batch_size"], 1)), []).append(us)
     for (what, key), each in list(found.items()):  # a step's first op has no beginning, so one run may lack it

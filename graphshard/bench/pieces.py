@@ -1,12 +1,13 @@
 """Times of single segments and gathers inside captured steps: each segment a node, an event after every node.
 
 All ranks replay at once, from a barrier on, since they share the machine's memory. The runs take turns, so they see the
-same machine. Of each op the lower quartile over the replays counts, since other programs only ever add to it; of equal
-ops (a segment in every layer, units of one size) the mean, since a step is their sum.
+same machine. Of each op the median over the replays counts, and less than the median where other programs had the cores
+for a part of the time; of equal ops (a segment in every layer, units of one size) the mean, since a step is their sum.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,8 +31,8 @@ from graphshard.runtime.traced import TracedStep
 from graphshard.schedule.auto import make_plan
 
 NUM_WARMUPS = 2
-QUANTILE = 0.25
-"""Of an op's durations; on a quiet machine within a few percent of the median."""
+LEAST_QUANTILE = 0.1
+"""Of an op's durations on a machine that is busy with other things."""
 
 
 def split_segments(model: ModelSpec, program: Program) -> Program:
@@ -73,6 +74,7 @@ class Pieces:
     """By bytes of the unit."""
     step_us: float
     """The median replay, whole: more than the sum where other programs ran."""
+    core_share: float
 
 
 class PieceTimer:
@@ -87,12 +89,16 @@ class PieceTimer:
         self._runtime, self._program = runtime, bound.program
         self._layout_bytes = [unit.num_bytes for unit in runtime.layout.units]
         self._replays: list[list[Span]] = []
+        self._wall_s = self._cpu_s = 0.0
 
     def replay(self, is_counted: bool) -> None:
         """Once; all ranks at once."""
         self._runtime.group.barrier("before a traced step")
+        begin, begin_cpu = time.perf_counter(), time.process_time()
         ends = self._step.replay()
         if is_counted:
+            self._wall_s += time.perf_counter() - begin
+            self._cpu_s += time.process_time() - begin_cpu
             one_worker = self._runtime.plan.executor == "cooperative"
             self._replays.append(list(spans_of(self._rows, ends, self._program, one_worker)))
 
@@ -111,10 +117,17 @@ class PieceTimer:
             segments={name: sum(each) / len(each) for name, each in segments.items()},
             gathers={size: sum(units.values()) / len(units) for size, units in gathers.items()},
             step_us=quantile(steps, 0.5),
+            core_share=self.core_share,
         )
 
+    @property
+    def core_share(self) -> float:
+        """The share of the counted replays in which this process had a core; meant for one busy worker."""
+        return min(1.0, self._cpu_s / self._wall_s) if self._wall_s else 1.0
+
     def _typical(self) -> list[tuple[Span, float]]:
-        """Each span with QUANTILE of its durations."""
+        """Each span with its duration: the median, or the lower quantile by as much as a core was lacking."""
+        quantile_of = max(LEAST_QUANTILE, 0.5 - (1.0 - self.core_share))
         found: dict[tuple[Any, ...], list[tuple[Span, float]]] = {}
         for spans in self._replays:
             seen: dict[tuple[Any, ...], int] = {}
@@ -122,7 +135,7 @@ class PieceTimer:
                 what = (span.lane, span.kind, span.name, span.layer, span.unit)
                 seen[what] = seen.get(what, 0) + 1  # a unit's copies have one name each
                 found.setdefault((*what, seen[what]), []).append((span, span.duration_us))
-        return [(each[0][0], quantile(sorted(us for _, us in each), QUANTILE)) for each in found.values()]
+        return [(each[0][0], quantile(sorted(us for _, us in each), quantile_of)) for each in found.values()]
 
 
 def time_pieces(timers: Mapping[Any, PieceTimer], num_replays: int, on_replay: Callable[[], None]) -> dict[Any, Pieces]:

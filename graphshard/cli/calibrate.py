@@ -15,8 +15,11 @@ from graphshard.report.tables import table_of
 
 ENTRY = "graphshard.cli.calibrate_rank:calibrate"
 RUN_TIMEOUT_S = 600.0
+QUIET_SHARE = 0.9
+"""Below this share of time on a core, other programs are part of what is measured."""
 
-JSON_HELP = """JSON keys: `rows` {what, value, unit, source}; `hardware` is the file's content, `path` the file."""
+JSON_HELP = """JSON keys: `rows` {what, value, unit, source}; `hardware` is the file's content, `path` the file;
+`core_share` tells how quiet the machine was (1.0: nothing else ran)."""
 
 
 @click.command("calibrate", epilog=JSON_HELP)
@@ -61,11 +64,14 @@ def command(
     save_hardware(found, path)
     rows = _rows(found)
     out.say(table_of(rows, {"what": f"{world_size} ranks at once", "value": "value", "unit": "", "source": "source"}))
+    share = min(run["core_share"] for rank in ranks for run in rank["pieces"])
+    if share < QUIET_SHARE:
+        out.say(f"the machine is busy: steps had a core for as little as {share:.0%} of their time; better quiet it")
     out.say(f"wrote {path}: {len(found.measured)} measured times; compare with a step:")
     options = f"--world-size {world_size} --batch-sizes {','.join(map(str, batch_sizes))} --cache-length {cache_length}"
     named = f" --model {model}" if model is not None else ""
     out.say(f"  graphshard bench step --predict {path} {options}{named} --launches 3 --peers replicated --no-reference")
-    out.emit(rows, hardware=hardware_json(found), path=str(path))
+    out.emit(rows, hardware=hardware_json(found), path=str(path), core_share=share)
 
 
 def _rows(found: HardwareSpec) -> list[dict[str, Any]]:
