@@ -38,6 +38,8 @@ def say_plan(out: Output, work: PlanWork) -> None:
     out.say()
     for line in advice_lines(work):
         out.say(line)
+    if ask.hardware.kind == "host":
+        out.say("on a host gathers take cores from compute, so little hides: go by the steps predicted for this plan")
     if work.is_shardable:
         _say_frontier(out, work)
         _say_by_shape(out, work)

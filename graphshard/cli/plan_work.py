@@ -19,6 +19,7 @@ from graphshard.cost.facts import PlanningModel
 from graphshard.cost.frontier import Frontier, frontier
 from graphshard.cost.hardware import HardwareSpec
 from graphshard.cost.hardware_file import load_hardware
+from graphshard.cost.host_step import predict_step
 from graphshard.cost.ledger import Ledger, Overheads, PartTotal, make_ledger, shardable_by_part
 from graphshard.cost.patterns import exact_patterns
 from graphshard.cost.problem import ResidencyRequest
@@ -26,10 +27,9 @@ from graphshard.cost.published import PUBLISHED, hardware
 from graphshard.cost.recommend import HIDDEN_SHARE, Recommendation, recommend
 from graphshard.cost.residency import Residency, bytes_for_kv_tokens
 from graphshard.cost.segments import step_times
-from graphshard.cost.timeline import Prediction, predict
+from graphshard.cost.timeline import Prediction
 from graphshard.models.specs.read import read_model
 from graphshard.schedule.auto import make_plan
-from graphshard.schedule.emit import emit
 
 DUAL_TOKENS = tuple(2**i for i in range(3, 15))
 """Tokens per group of the dual table."""
@@ -272,17 +272,8 @@ class PlanWork:
 
     def predicted(self, planned: Planned, shape: StepShape) -> Prediction:
         """A step of `planned` at `shape`."""
-        plan, spec = planned.plan, self.model.spec
-        times = step_times(spec, self.model.facts, shape, self.ask.hardware, self.ask.context_tokens)
-        return predict(
-            emit(spec, plan),
-            planned.layout,
-            times,
-            self.ask.hardware,
-            transport=plan.transport,
-            executor=plan.executor,
-            num_copy_streams=plan.num_copy_streams,
-        )
+        ask = self.ask
+        return predict_step(self.model.spec, self.model.facts, planned.plan, shape, ask.hardware, ask.context_tokens)
 
     def hidden_by_shape(self) -> list[dict[str, Any]]:
         """For each step shape the most that one of the frontier's plans frees with at most 2 % of that step exposed."""
