@@ -1,6 +1,7 @@
 // Calls, op lists, graphs and the capture lock for Python.
 #include "bindings.h"
 #include "runtime/capture_lock.h"
+#include "runtime/collective.h"
 #include "runtime/op_list.h"
 
 namespace graphshard {
@@ -123,6 +124,7 @@ void bind_lists(nb::module_& m) {
              return by_kind;
            })
       .def("instantiate", &Graph::instantiate, "executor"_a = "", "seed"_a = -1, Released());
+  nb::class_<Collective>(m, "Collective");
   nb::class_<OpList>(m, "OpList")
       .def(nb::new_([](Driver& driver, const std::vector<std::shared_ptr<Stream>>& streams, size_t num_events,
                        const nb::sequence& ops) {

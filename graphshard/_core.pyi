@@ -105,6 +105,9 @@ class Calls:
     def __len__(self) -> int: ...
     def check(self) -> None: ...
 
+class Collective:
+    """What an op list's collective ops run on; `Communicator` is one."""
+
 class OpList:
     """Bound ops, issued eagerly or under capture: one list, one loop, two modes.
 
