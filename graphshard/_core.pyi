@@ -180,7 +180,8 @@ class Word:
 class ControlPage:
     """4096 shared bytes of one rank, written with release and read with acquire order, never by plain stores.
 
-    Words: magic, version, pid, state (1 live, 2 closed, 3 dead), epoch (odd = being written), step, op, layout digest.
+    Words: magic, version, pid, state (1 live, 2 closed, 3 dead), epoch (odd = being written), step, op, layout digest;
+    under a collective transport also what was begun, the latest batches of collectives, and why the rank gave up.
     """
 
     def __init__(self) -> None:
@@ -195,6 +196,29 @@ class ControlPage:
     def set_state(self, state: int) -> None: ...
     def set_epoch(self, epoch: int) -> None: ...
     def set_progress(self, step: int, op: int) -> None: ...
+    def set_begun(self, step: int, op: int) -> None: ...
+    @property
+    def begun_step(self) -> int: ...
+    @property
+    def begun_op(self) -> int: ...
+    def post_issue(self, hash: int, what: int) -> int:
+        """Post the next batch of collectives, 64 bits each; returns its number, from 1 on. One thread at a time."""
+    def issue(self, number: int) -> tuple[int, int] | None:
+        """`(hash, what)` of a batch; None if it was not posted yet, or 64 batches ago."""
+    @property
+    def num_issues(self) -> int: ...
+    def set_num_finished(self, value: int) -> None: ...
+    @property
+    def num_finished(self) -> int: ...
+    def post_failure(
+        self, text: str, kind: int, unit: int = -1, op: int = -1, step: int = -1, culprit: int = -1
+    ) -> None:
+        """Why this rank gave up, for its peers; the first one stays, and 1280 bytes of its text."""
+    @property
+    def has_failed(self) -> bool: ...
+    @property
+    def failure(self) -> tuple[str, int, int, int, int, int] | None:
+        """`(text, kind, unit, op, step, culprit)`, -1 where nothing is known."""
     @property
     def pid(self) -> int: ...
     @property
