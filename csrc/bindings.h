@@ -12,6 +12,7 @@
 #include <cstdint>
 
 #include "python_calls.h"
+#include "runtime/collective.h"
 
 namespace graphshard {
 
@@ -49,6 +50,14 @@ inline uint32_t word(nb::handle value) {
   const auto wide = nb::cast<int64_t>(value);
   if (wide < INT32_MIN || wide > UINT32_MAX) throw nb::value_error("a value word has 32 bits");
   return static_cast<uint32_t>(wide);
+}
+
+// An element type by torch's name for it.
+inline ElementType element_type(const std::string& name) {
+  if (name == "float16") return ElementType::kFloat16;
+  if (name == "float32") return ElementType::kFloat32;
+  if (name == "bfloat16") return ElementType::kBfloat16;
+  throw nb::value_error(("dtype '" + name + "' is unknown: float16, float32, bfloat16").c_str());
 }
 
 }  // namespace graphshard

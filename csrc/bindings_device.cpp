@@ -1,7 +1,7 @@
 // Drivers, memory, streams and events for Python.
 #include "bindings.h"
 #include "runtime/memory.h"
-#include "runtime/stream.h"
+#include "runtime/stream_capture.h"
 
 namespace graphshard {
 
@@ -21,6 +21,10 @@ int memory_get_buffer(PyObject* self, Py_buffer* view, int flags) {
 PyType_Slot memory_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(&memory_get_buffer)}, {0, nullptr}};
 
 void enqueue_python_call(Stream& stream, const nb::callable& function) {
+  if (is_captured_here(*stream.handle())) {
+    call_in_capture(*stream.handle(), make_calls(nb::borrow<nb::sequence>(nb::make_tuple(function)), stream.errors()));
+    return;
+  }
   auto* call = new OneCall{function.inc_ref().ptr(), stream.errors()};
   try {
     const ReleasedGil released;
@@ -91,7 +95,15 @@ void bind_streams(nb::module_& m) {
       .def("elapsed_us", &Event::elapsed_us, "earlier"_a);
   nb::class_<Stream>(m, "Stream")
       .def(nb::new_([](Driver& driver) { return std::make_shared<Stream>(driver); }), "driver"_a)
+      .def_static(
+          "from_handle",
+          [](Driver& driver, uintptr_t handle) {
+            return Stream::from_handle(driver, reinterpret_cast<CUstream>(handle));
+          },
+          "driver"_a, "handle"_a)
       .def_prop_ro("handle", [](const Stream& stream) { return reinterpret_cast<uintptr_t>(stream.handle()->stream); })
+      .def("begin_capture", &begin_capture, "lock_timeout_s"_a = 0.0, Released())
+      .def("end_capture", &end_capture, Released())
       .def(
           "synchronize",
           [](const Stream& stream, double timeout_s) {

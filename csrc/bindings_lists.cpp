@@ -3,6 +3,7 @@
 #include "runtime/capture_lock.h"
 #include "runtime/collective.h"
 #include "runtime/op_list.h"
+#include "runtime/recording.h"
 
 namespace graphshard {
 
@@ -27,7 +28,21 @@ constexpr OpForm kOpForms[] = {
     {"fill", OpKind::kFill, 5},
     {"write_value", OpKind::kWriteValue, 4},
     {"wait_value", OpKind::kWaitValue, 4},
+    {"all_gather", OpKind::kAllGather, 6},
+    {"reduce_scatter", OpKind::kReduceScatter, 7},
 };
+
+void parse_collective(Op& op, const nb::tuple& fields) {
+  op.index = number<uint32_t>(fields, 2);
+  op.destination = number<CUdeviceptr>(fields, 3);
+  op.source = number<CUdeviceptr>(fields, 4);
+  if (op.kind == OpKind::kAllGather) {
+    op.num_bytes = number<size_t>(fields, 5);
+  } else {
+    op.num_elements = number<size_t>(fields, 5);
+    op.value = static_cast<uint32_t>(element_type(nb::cast<std::string>(fields[6])));
+  }
+}
 
 Op parse_fields(const nb::tuple& fields, OpKind kind) {
   Op op;
@@ -64,6 +79,10 @@ Op parse_fields(const nb::tuple& fields, OpKind kind) {
     case OpKind::kWaitValue:
       op.source = number<CUdeviceptr>(fields, 2);
       op.value = word(fields[3]);
+      break;
+    case OpKind::kAllGather:
+    case OpKind::kReduceScatter:
+      parse_collective(op, fields);
       break;
   }
   return op;
@@ -110,7 +129,7 @@ class HeldCaptureLock {
 void bind_lists(nb::module_& m) {
   using Released = nb::call_guard<ReleasedGil>;
   nb::class_<Calls>(m, "Calls")
-      .def(nb::new_(&make_calls), "functions"_a)
+      .def(nb::new_([](const nb::sequence& functions) { return make_calls(functions); }), "functions"_a)
       .def("__len__", &Calls::size)
       .def("check", &Calls::check);
   nb::class_<GraphExec>(m, "GraphExec")
@@ -127,10 +146,10 @@ void bind_lists(nb::module_& m) {
   nb::class_<Collective>(m, "Collective");
   nb::class_<OpList>(m, "OpList")
       .def(nb::new_([](Driver& driver, const std::vector<std::shared_ptr<Stream>>& streams, size_t num_events,
-                       const nb::sequence& ops) {
-             return std::make_shared<OpList>(driver, streams, num_events, parse_ops(ops));
+                       const nb::sequence& ops, const BoundOps::Collectives& collectives) {
+             return std::make_shared<OpList>(driver, streams, num_events, parse_ops(ops), collectives);
            }),
-           "driver"_a, "streams"_a, "num_events"_a, "ops"_a)
+           "driver"_a, "streams"_a, "num_events"_a, "ops"_a, "collectives"_a = BoundOps::Collectives())
       .def("__len__", &OpList::size)
       .def(
           "issue",
@@ -146,7 +165,16 @@ void bind_lists(nb::module_& m) {
           },
           "event"_a, "timeout_s"_a)
       .def("capture", &OpList::capture, "calls"_a, "external_events"_a = OpList::ExternalEvents(),
-           "lock_timeout_s"_a = 0.0, Released());
+           "lock_timeout_s"_a = 0.0, Released())
+      .def("recording", &OpList::recording, Released());
+  nb::class_<Recording>(m, "Recording")
+      .def("__len__", &Recording::size)
+      .def(
+          "issue",
+          [](Recording& recording, const std::shared_ptr<Calls>& calls, size_t begin, int64_t end) {
+            recording.issue(calls, begin, end < 0 ? recording.size() : static_cast<size_t>(end));
+          },
+          "calls"_a, "begin"_a = 0, "end"_a = -1, Released());
   nb::class_<HeldCaptureLock>(m, "CaptureLock")
       .def(nb::init<double>(), "lock_timeout_s"_a = 0.0)
       .def("__enter__", [](HeldCaptureLock& lock) { lock.enter(); })

@@ -161,8 +161,9 @@ ReleasedGil::~ReleasedGil() {
   PyEval_RestoreThread(state_);
 }
 
-std::shared_ptr<Calls> make_calls(const nb::sequence& functions) {
+std::shared_ptr<Calls> make_calls(const nb::sequence& functions, std::shared_ptr<CallErrors> errors) {
   auto owner = std::make_shared<PythonCalls>();
+  if (errors != nullptr) owner->errors = std::move(errors);
   const size_t num_functions = nb::len(functions);
   owner->calls.reserve(num_functions);  // entries point into it
   std::vector<std::pair<Calls::Function, void*>> entries;
@@ -179,7 +180,7 @@ std::shared_ptr<Calls> make_calls(const nb::sequence& functions) {
       throw nb::type_error("a call is a Python callable or a tuple (C function's address, argument)");
     }
   }
-  auto errors = owner->errors;
+  errors = owner->errors;
   return std::make_shared<Calls>(std::move(entries), std::move(errors), std::move(owner));
 }
 

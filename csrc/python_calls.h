@@ -24,7 +24,8 @@ class ReleasedGil {
 };
 
 // `functions` are Python callables or (address of a `void (*)(void*)`, its argument) pairs.
-std::shared_ptr<Calls> make_calls(const nanobind::sequence& functions);
+// `errors` is where their exceptions go; a new place if it is null.
+std::shared_ptr<Calls> make_calls(const nanobind::sequence& functions, std::shared_ptr<CallErrors> errors = nullptr);
 
 // Enqueueing of one callable; its error goes to `errors`.
 struct OneCall {

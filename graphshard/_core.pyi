@@ -69,8 +69,21 @@ class Stream:
     """A stream of its own. All addresses must lie in Memory of the same driver; others are refused by name."""
 
     def __init__(self, driver: Driver) -> None: ...
+    @staticmethod
+    def from_handle(driver: Driver, handle: int) -> Stream:
+        """Somebody else's stream (torch's current one): never destroyed here, and it must live as long as this object.
+
+        DriverError for 0, 1 and 2, the null, legacy and per-thread default streams: they wait for all other streams.
+        """
     @property
     def handle(self) -> int: ...
+    def begin_capture(self, lock_timeout_s: float = 0.0) -> None:
+        """Open a capture on this stream, in thread-local mode, under the process's capture lock.
+
+        Until `end_capture` it takes `Recording.issue` and this thread's `call`; everything else is refused.
+        """
+    def end_capture(self) -> Graph:
+        """End the capture that this thread began. The graph owns the recordings and calls in it."""
     def synchronize(self, timeout_s: float) -> bool:
         """Wait until all work is done; False if `timeout_s` passed first. Releases the GIL. Never unbounded."""
     def is_idle(self) -> bool: ...
@@ -80,7 +93,7 @@ class Stream:
     def wait_value(self, address: int, value: int) -> None:
         """Until the 32-bit word at `address`, as a signed difference, is >= `value`."""
     def call(self, function: Callable[[], object]) -> None:
-        """Enqueue a host function; an exception in it is raised by the next `check()`."""
+        """Enqueue a host function, or capture it; an exception in it is raised by the next `check()`."""
     def check(self) -> None: ...
     def record(self, event: Event) -> None: ...
     def wait(self, event: Event) -> None: ...
@@ -118,12 +131,22 @@ class OpList:
         ("call", stream, index)              the compute op `index` of the Calls given to issue or capture
         ("fill", stream, destination, value, num_bytes)
         ("write_value", stream, address, value)   ("wait_value", stream, address, value)
+        ("all_gather", stream, collective, destination, source, num_bytes)      num_bytes of each rank
+        ("reduce_scatter", stream, collective, destination, source, num_elements, dtype)
+                                             num_elements of each rank; dtype "float16", "float32" or "bfloat16"
     Addresses are looked up when the list is made: outside of Memory or misaligned raises DriverError with the op index,
-    and the memory is kept alive. A tuple or an index that cannot be raises ValueError.
+    and the memory is kept alive, as are the `collectives`, which ops name by index. A tuple or an index that cannot be
+    raises ValueError. A copy of exactly 512 MiB, 1 GiB or 2 GiB is made in pieces of 256 MiB: graph nodes of these very
+    sizes are slow.
     """
 
     def __init__(
-        self, driver: Driver, streams: Sequence[Stream], num_events: int, ops: Sequence[tuple[object, ...]]
+        self,
+        driver: Driver,
+        streams: Sequence[Stream],
+        num_events: int,
+        ops: Sequence[tuple[object, ...]],
+        collectives: Sequence[Collective] = (),
     ) -> None: ...
     def __len__(self) -> int: ...
     def issue(self, calls: Calls, begin: int = 0, end: int = -1) -> None:
@@ -138,6 +161,23 @@ class OpList:
 
         A second capture in the process is refused, or waits up to `lock_timeout_s` for the first to end.
         (op index, event) pairs add an external event record node after that op (timelines, outputs_ready).
+        """
+    def recording(self) -> Recording:
+        """The same ops for one capture that somebody else opens on stream 0 (torch.cuda.graph)."""
+
+class Recording:
+    """A list's ops inside a capture that the caller opened on the list's stream 0, under `CaptureLock`, and will end.
+
+    For one capture. The graph points at its events, memory and calls, so whoever keeps the graph keeps it too (a graph
+    that `Stream.end_capture` returns does so itself).
+    """
+
+    def __len__(self) -> int: ...
+    def issue(self, calls: Calls, begin: int = 0, end: int = -1) -> None:
+        """Issue ops into the open capture; between two calls the caller may enqueue work of its own on stream 0.
+
+        `calls` need only cover the "call" ops in the range. A stream joins by waiting for an event of the capture; an
+        op on another raises DriverError before anything is enqueued.
         """
 
 class CaptureLock:

@@ -23,6 +23,9 @@ namespace graphshard {
   X(cuDevicePrimaryCtxRelease, 11000)      \
   X(cuCtxSetCurrent, 4000)                 \
   X(cuMemGetInfo, 3020)                    \
+  X(cuMemHostAlloc, 2020)                  \
+  X(cuMemHostGetDevicePointer, 3020)       \
+  X(cuMemFreeHost, 2000)                   \
   X(cuMemGetAllocationGranularity, 10020)  \
   X(cuMemCreate, 10020)                    \
   X(cuMemRelease, 10020)                   \
@@ -51,6 +54,8 @@ namespace graphshard {
   X(cuLaunchHostFunc, 10000)               \
   X(cuStreamBeginCapture, 10010)           \
   X(cuStreamEndCapture, 10000)             \
+  X(cuStreamIsCapturing, 10000)            \
+  X(cuStreamGetCaptureInfo, 11030)         \
   X(cuGraphGetNodes, 10000)                \
   X(cuGraphNodeGetType, 10000)             \
   X(cuGraphDestroy, 10000)                 \

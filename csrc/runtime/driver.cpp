@@ -136,7 +136,7 @@ void Driver::begin_exit(double timeout_s) {
       for (StreamHandle* stream : driver->streams_) {
         const auto left = std::chrono::duration_cast<std::chrono::nanoseconds>(deadline - Clock::now()).count();
         try {
-          if (!stream->is_capturing.load()) driver->wait_stream(stream->stream, std::max<int64_t>(left, 0));
+          if (!stream->is_capturing()) driver->wait_stream(stream->stream, std::max<int64_t>(left, 0));
         } catch (const DriverError&) {  // the process ends: a broken stream has nobody left to hear of it
         }
       }
@@ -273,7 +273,7 @@ bool Driver::fence(Retired& retired) {
   std::vector<CUevent> fences;
   bool is_complete = true;
   for (StreamHandle* stream : streams_) {
-    if (stream->is_capturing.load()) {
+    if (stream->is_capturing()) {
       is_complete = false;
       break;
     }

@@ -14,20 +14,38 @@
 namespace graphshard {
 
 class Driver;
+struct OpenCapture;
+
+// What is known of a stream's capture without asking the driver.
+enum class CaptureMark : int {
+  kNone,  // nobody else can capture it
+  kHeld,  // this library is capturing it
+  kAsk,   // somebody else may be capturing it: the driver knows
+};
 
 // A driver stream. Shared by the Stream that made it and by every op list and graph that uses it.
 struct StreamHandle {
-  StreamHandle(Driver& driver_in);
+  explicit StreamHandle(Driver& driver_in);
+  // Somebody else's stream, never destroyed here, which must live as long as this. DriverError for the null, legacy and
+  // per-thread streams.
+  StreamHandle(Driver& driver_in, CUstream foreign);
   ~StreamHandle();
   StreamHandle(const StreamHandle&) = delete;
   StreamHandle& operator=(const StreamHandle&) = delete;
 
+  bool is_capturing() const;
+
   Driver& driver;
   CUstream stream = nullptr;
-  std::atomic<bool> is_capturing{false};
+  const bool is_foreign;
+  std::atomic<CaptureMark> capture_mark;
+  // Set by begin_capture (stream_capture.h); only the thread that `capture_thread` names may look at it.
+  std::shared_ptr<OpenCapture> open_capture;
+  std::atomic<const void*> capture_thread{nullptr};
 };
 
-// A reserved, mapped address range backed by one allocation. Unmapped and released when the last owner dies.
+// A reserved, mapped address range backed by one allocation. Unmapped and released when the last owner dies; a range
+// that somebody else has mapped (`lender`) is given back to it instead.
 struct Mapping {
   explicit Mapping(Driver& driver_in) : driver(driver_in) {}
   ~Mapping();
@@ -43,6 +61,7 @@ struct Mapping {
   bool has_handle = false;
   bool is_mapped = false;
   bool is_read_only = false;
+  std::shared_ptr<void> lender;
 };
 
 // This thread inside a host function. CUDA forbids driver calls there, so entries are refused and destructors put off.

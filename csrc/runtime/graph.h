@@ -13,10 +13,7 @@ struct GraphOwners {
   GraphOwners(Driver& driver, size_t num_events) : events(driver, num_events) {}
 
   EventSet events;  // of this capture alone: an event of one capture may not be used in another
-  std::shared_ptr<Calls> calls;
-  std::vector<std::shared_ptr<StreamHandle>> streams;
-  std::vector<std::shared_ptr<Mapping>> memories;
-  std::vector<std::shared_ptr<Event>> external_events;
+  std::vector<std::shared_ptr<const void>> others;
 };
 
 class GraphExec {
