@@ -31,6 +31,7 @@ NB_MODULE(_core, m) {
   m.attr("DriverError") = nb::steal(driver_error);
   nb::register_exception_translator(&translate_driver_error, m.attr("DriverError").ptr());
   bind_device(m);
+  bind_nccl(m);
   bind_lists(m);
   bind_control(m);
   m.def(

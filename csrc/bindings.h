@@ -23,15 +23,19 @@ using namespace nb::literals;
 void bind_device(nb::module_& m);   // drivers, memory, streams, events
 void bind_lists(nb::module_& m);    // calls, op lists, graphs
 void bind_control(nb::module_& m);  // words, control pages
+void bind_nccl(nb::module_& m);     // NCCL libraries, communicators
 
 constexpr int64_t kSignalSliceNs = 100'000'000;
+
+inline void check_timeout(double timeout_s) {
+  if (timeout_s >= 0.0 && std::isfinite(timeout_s)) return;
+  throw nb::value_error("timeout_s is a finite number of seconds, 0 or more: waits are never unbounded");
+}
 
 // Waits in slices without the GIL, so that Ctrl-C is answered. `wait` takes nanoseconds and says whether it is over.
 template <typename Wait>
 bool wait_bounded(double timeout_s, const Wait& wait) {
-  if (!(timeout_s >= 0.0) || !std::isfinite(timeout_s)) {
-    throw nb::value_error("timeout_s is a finite number of seconds, 0 or more: waits are never unbounded");
-  }
+  check_timeout(timeout_s);
   auto left_ns = static_cast<int64_t>(std::min(timeout_s * 1e9, 9e18));
   while (true) {
     const int64_t slice_ns = std::min(left_ns, kSignalSliceNs);

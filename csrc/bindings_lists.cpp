@@ -143,7 +143,6 @@ void bind_lists(nb::module_& m) {
              return by_kind;
            })
       .def("instantiate", &Graph::instantiate, "executor"_a = "", "seed"_a = -1, Released());
-  nb::class_<Collective>(m, "Collective");
   nb::class_<OpList>(m, "OpList")
       .def(nb::new_([](Driver& driver, const std::vector<std::shared_ptr<Stream>>& streams, size_t num_events,
                        const nb::sequence& ops, const BoundOps::Collectives& collectives) {

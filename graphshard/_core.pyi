@@ -106,6 +106,106 @@ class Event:
     def is_done(self) -> bool: ...
     def elapsed_us(self, earlier: Event) -> float: ...
 
+class NcclError(RuntimeError):
+    """`args == (message,)`; `code` is the ncclResult_t (5 invalid usage and 4 invalid argument also for what is refused
+    here, 7 in progress for a limit that passed), `entry_point` the call that failed. A call that an op list makes adds
+    the op's place."""
+
+    code: int
+    entry_point: str
+
+class NcclLibrary:
+    """A libnccl, loaded by path: the real one or graphshard's host NCCL. Stays loaded until the process ends.
+
+    NcclError if the file does not load or is no NCCL; one that is too old loads and says what it is `missing`.
+    """
+
+    def __init__(self, path: str, driver: Driver) -> None: ...
+    @property
+    def path(self) -> str:
+        """Of the mapped file, which an earlier library of the same SONAME may have replaced."""
+    @property
+    def version(self) -> int:
+        """X * 10000 + Y * 100 + Z, as the loaded library says."""
+    @property
+    def missing(self) -> list[str]:
+        """Entry points that it lacks; with any, no communicator can be made."""
+    def unique_id(self) -> bytes:
+        """128 bytes that one rank makes and gives to all of a communicator; for one communicator only."""
+
+class Collective:
+    """What an op list's collective ops run on; `Communicator` is one."""
+
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def name(self) -> str: ...
+
+class Communicator(Collective):
+    """This rank's end of a communicator that uses no SM: zero-CTA policy, blocking, windows registered as symmetric.
+
+    What may wait for peers runs on a helper thread, bounded: when `timeout_s` passes, NcclError names the call, the
+    communicator is broken (later calls are refused with the first reason) and the thread is left behind. Errors of the
+    library break it too, unless it only refused the arguments. One thread at a time uses it; any may call `async_error`
+    and `abort`.
+
+    Ends in the order graphs, windows, communicator, memory: `destroy` refuses while graphs with its collectives are
+    alive and deregisters what is left. One that is only dropped is aborted in the background.
+    """
+
+    def __init__(
+        self, library: NcclLibrary, unique_id: bytes, world_size: int, rank: int, name: str, timeout_s: float
+    ) -> None:
+        """Collective: every rank with the same `unique_id`. `name` goes into errors, and into NCCL's own log."""
+    @property
+    def rank(self) -> int: ...
+    @property
+    def is_broken(self) -> bool:
+        """Whether a call failed or did not return in time, or it was aborted. A destroyed one is not broken."""
+    def allocate(self, num_bytes: int, timeout_s: float = 60.0) -> Memory:
+        """Zeroed memory from ncclMemAlloc, in whole granules; it keeps the library, not this communicator."""
+    def register(self, memory: Memory, timeout_s: float) -> None:
+        """Collective, in the same order on every rank: all of `memory` becomes a symmetric window, which keeps it.
+
+        NcclError for a null window ("symmetric support is missing"), a second registration, memory that is not
+        this driver's own or does not begin at a multiple of 4096 bytes.
+        """
+    def deregister(self, memory: Memory, timeout_s: float = 60.0) -> None:
+        """No enqueued work may use the window any more; refused while graphs with collectives are alive."""
+    def all_gather(
+        self, destination: int, source: int, num_bytes: int, stream: Stream, timeout_s: float | None = None
+    ) -> None:
+        """Enqueue eagerly: rank r's `num_bytes` at `source` go to `destination` + r * num_bytes on every rank.
+
+        With a limit on a helper thread, as the first one of a communicator should be: it sets up and waits for peers.
+        Captured calls are ops of an OpList. Addresses outside of Memory raise DriverError.
+        """
+    def reduce_scatter(
+        self,
+        destination: int,
+        source: int,
+        num_elements: int,
+        dtype: str,
+        stream: Stream,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Enqueue eagerly: the sum over ranks of elements [rank * num_elements, (rank + 1) * num_elements) at `source`.
+
+        `dtype` is "float16", "float32" or "bfloat16".
+        """
+    def async_error(self) -> str | None:
+        """What went wrong in the background, or why calls are refused, with this communicator's name; never waits."""
+    def abort(self, timeout_s: float) -> bool:
+        """Local; also while another call is stuck. False if it has not ended in time: it goes on, ask again."""
+    @staticmethod
+    def abort_all(communicators: Sequence[Communicator], timeout_s: float) -> list[bool]:
+        """Abort in parallel under one limit: one after the other, the first can wait for the second."""
+    def destroy(self, timeout_s: float) -> bool:
+        """Collective: deregister windows, finalize, destroy. False if it has not ended in time (it is broken then).
+
+        True at once if it was ended before. NcclError if it is broken (abort it) or if graphs hold it.
+        """
+
 class Calls:
     """What compute ops call, by index: Python callables or C functions. Owned by whatever runs them.
 
@@ -117,9 +217,6 @@ class Calls:
         """A tuple is (address of a `void (*)(void*)`, its argument)."""
     def __len__(self) -> int: ...
     def check(self) -> None: ...
-
-class Collective:
-    """What an op list's collective ops run on; `Communicator` is one."""
 
 class OpList:
     """Bound ops, issued eagerly or under capture: one list, one loop, two modes.

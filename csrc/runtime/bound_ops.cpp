@@ -100,6 +100,12 @@ void BoundOps::bind_addresses(const Op& op) {
   }
 }
 
+std::vector<std::shared_ptr<const void>> BoundOps::hold_collectives() const {
+  std::vector<std::shared_ptr<const void>> holds;
+  for (const auto& collective : collectives_) holds.push_back(collective->hold());
+  return holds;
+}
+
 void BoundOps::check_range(size_t begin, size_t end) const {
   if (begin <= end && end <= size()) return;
   throw std::invalid_argument("ops " + std::to_string(begin) + ".." + std::to_string(end) + " of " +

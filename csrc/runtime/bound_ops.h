@@ -35,6 +35,9 @@ class BoundOps {
   // word; a wait for an event that was not recorded before it joins nothing. Moves `state` past the range.
   void check_joined(CaptureState& state, size_t begin, size_t end) const;
 
+  // For a graph of these ops, to be kept with it (Collective::hold).
+  std::vector<std::shared_ptr<const void>> hold_collectives() const;
+
   void run(const Calls& calls, const CUevent* events, size_t begin, size_t end) const;
   std::string where(size_t index) const;
 

@@ -39,6 +39,9 @@ class Collective : public std::enable_shared_from_this<Collective> {
   // The sum over ranks of `num_elements` x world_size at `source`; this rank's part at `destination`.
   virtual void reduce_scatter(CUdeviceptr destination, CUdeviceptr source, size_t num_elements, ElementType type,
                               CUstream stream) = 0;
+  // For a graph that has captured its calls, to be kept as long as the graph is: a collective that is held refuses to
+  // be destroyed, since libraries wait there for such graphs, forever.
+  virtual std::shared_ptr<void> hold() { return nullptr; }
   virtual int world_size() const = 0;
   virtual std::string name() const = 0;
 };

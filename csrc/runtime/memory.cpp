@@ -9,14 +9,9 @@ namespace {
 std::atomic<uint64_t> next_generation{1};
 
 std::shared_ptr<Mapping> new_mapping(Driver& driver, size_t num_bytes, const char* entry_point) {
-  const size_t granularity = driver.granularity_bytes();
-  if (num_bytes == 0 || num_bytes > SIZE_MAX - granularity) {
-    throw DriverError(entry_point, CUDA_ERROR_INVALID_VALUE,
-                      "memory of " + std::to_string(num_bytes) + " bytes is refused: ask for 1 byte or more");
-  }
   auto mapping = std::make_shared<Mapping>(driver);
   mapping->num_bytes = num_bytes;
-  mapping->reserved_bytes = (num_bytes + granularity - 1) / granularity * granularity;
+  mapping->reserved_bytes = Memory::reserved_bytes(driver, num_bytes, entry_point);
   mapping->generation = next_generation.fetch_add(1);
   return mapping;
 }
@@ -51,7 +46,7 @@ void map(Mapping& mapping) {
 }
 
 void zero(Mapping& mapping) {
-  if (mapping.driver.is_host()) return;  // memfd pages are zero
+  if (mapping.driver.is_host() && mapping.lender == nullptr) return;  // memfd pages are zero
   const Table& table = mapping.driver.table();
   StreamHandle stream(mapping.driver);
   GRAPHSHARD_CALL(table, cuMemsetD8Async, mapping.address, 0, mapping.reserved_bytes, stream.stream);
@@ -64,7 +59,11 @@ void zero(Mapping& mapping) {
 }  // namespace
 
 Mapping::~Mapping() {
-  if (!driver.is_usable()) return;
+  if (!driver.is_usable()) {
+    if (lender != nullptr) new std::shared_ptr<void>(std::move(lender));  // leaked, as the rest
+    return;
+  }
+  if (lender != nullptr) return;
   const Table& table = driver.table();
   if (is_mapped) table.cuMemUnmap(address, reserved_bytes);
   if (address != 0) table.cuMemAddressFree(address, reserved_bytes);
@@ -97,6 +96,28 @@ std::shared_ptr<Memory> Memory::allocate(Driver& driver, size_t num_bytes, bool 
   map(*mapping);
   zero(*mapping);
   return std::shared_ptr<Memory>(new Memory(std::move(mapping), is_exportable));
+}
+
+std::shared_ptr<Memory> Memory::adopt(Driver& driver, CUdeviceptr address, size_t num_bytes, size_t reserved_bytes,
+                                      std::shared_ptr<void> lender) {
+  driver.enter();
+  auto mapping = std::make_shared<Mapping>(driver);
+  mapping->address = address;
+  mapping->num_bytes = num_bytes;
+  mapping->reserved_bytes = reserved_bytes;
+  mapping->generation = next_generation.fetch_add(1);
+  mapping->lender = std::move(lender);
+  zero(*mapping);
+  return std::shared_ptr<Memory>(new Memory(std::move(mapping), false));
+}
+
+size_t Memory::reserved_bytes(const Driver& driver, size_t num_bytes, const char* entry_point) {
+  const size_t granularity = driver.granularity_bytes();
+  if (num_bytes == 0 || num_bytes > SIZE_MAX - granularity) {
+    throw DriverError(entry_point, CUDA_ERROR_INVALID_VALUE,
+                      "memory of " + std::to_string(num_bytes) + " bytes is refused: ask for 1 byte or more");
+  }
+  return (num_bytes + granularity - 1) / granularity * granularity;
 }
 
 std::shared_ptr<Memory> Memory::import_fd(Driver& driver, int fd, size_t num_bytes, bool is_read_only) {

@@ -124,7 +124,8 @@ std::shared_ptr<Graph> OpList::capture(const std::shared_ptr<Calls>& calls, Exte
   std::stable_sort(external_events.begin(), external_events.end(),
                    [](const auto& a, const auto& b) { return a.first < b.first; });
   auto owners = std::make_unique<GraphOwners>(driver_, ops.num_events());
-  owners->others = {calls, body_->ops};
+  owners->others = ops.hold_collectives();
+  owners->others.insert(owners->others.end(), {calls, body_->ops});
   for (const auto& [index, event] : external_events) owners->others.push_back(event);
   CUgraph graph = nullptr;
   {

@@ -27,6 +27,7 @@ Recording::Recording(std::shared_ptr<const BoundOps> ops)
     : ops_(std::move(ops)),
       owners_(std::make_shared<GraphOwners>(ops_->driver(), ops_->num_events())),
       recorded_(ops_->num_events(), false) {
+  owners_->others = ops_->hold_collectives();
   owners_->others.push_back(ops_);
 }
 
