@@ -108,6 +108,26 @@ std::vector<Op> parse_ops(const nb::sequence& items) {
   return ops;
 }
 
+const char* form_name(OpKind kind) {
+  for (const OpForm& form : kOpForms) {
+    if (form.kind == kind) return form.name;
+  }
+  return "unknown";
+}
+
+// (index, kind, stream, event or call or collective, destination, source, bytes moved in all)
+nb::tuple describe_op(const BoundOps& ops, size_t index) {
+  const Op& op = ops[index];
+  return nb::make_tuple(index, form_name(op.kind), op.stream, op.index, op.destination, op.source,
+                        ops.moved_bytes(index));
+}
+
+nb::list describe_spans(const std::vector<NodeSpan>& spans) {
+  nb::list items;
+  for (const NodeSpan& span : spans) items.append(nb::make_tuple(span.op, span.stream, span.begin, span.end));
+  return items;
+}
+
 // The lock as a context manager, for captures that others make (torch.cuda.graph, recording on the host).
 class HeldCaptureLock {
  public:
@@ -142,6 +162,8 @@ void bind_lists(nb::module_& m) {
              for (const auto& [kind, count] : graph.num_nodes()) by_kind[kind.c_str()] = count;
              return by_kind;
            })
+      .def_prop_ro("handle", [](const Graph& graph) { return reinterpret_cast<uintptr_t>(graph.handle()); })
+      .def("spans", [](const Graph& graph) { return describe_spans(graph.spans()); })
       .def("instantiate", &Graph::instantiate, "executor"_a = "", "seed"_a = -1, Released());
   nb::class_<OpList>(m, "OpList")
       .def(nb::new_([](Driver& driver, const std::vector<std::shared_ptr<Stream>>& streams, size_t num_events,
@@ -165,9 +187,22 @@ void bind_lists(nb::module_& m) {
           "event"_a, "timeout_s"_a)
       .def("capture", &OpList::capture, "calls"_a, "external_events"_a = OpList::ExternalEvents(),
            "lock_timeout_s"_a = 0.0, Released())
-      .def("recording", &OpList::recording, Released());
+      .def("recording", &OpList::recording, Released())
+      .def("ops",
+           [](const OpList& list) {
+             nb::list items;
+             for (size_t i = 0; i < list.size(); ++i) items.append(describe_op(list.ops(), i));
+             return items;
+           })
+      .def("set_trace", &OpList::set_trace, "is_on"_a)
+      .def("take_trace", [](OpList& list) {
+        nb::list items;
+        for (const size_t index : list.take_trace()) items.append(describe_op(list.ops(), index));
+        return items;
+      });
   nb::class_<Recording>(m, "Recording")
       .def("__len__", &Recording::size)
+      .def("spans", [](const Recording& recording) { return describe_spans(recording.spans()); })
       .def(
           "issue",
           [](Recording& recording, const std::shared_ptr<Calls>& calls, size_t begin, int64_t end) {

@@ -50,10 +50,16 @@ class Memory:
 
     def __init__(self, driver: Driver, num_bytes: int, exportable: bool = False) -> None: ...
     @staticmethod
+    def allocate_host(driver: Driver, num_bytes: int, exportable: bool = False) -> Memory:
+        """Pinned memory of the host, which host and device use at one address: for words, or windows if exportable."""
+    @staticmethod
     def import_fd(driver: Driver, fd: int, num_bytes: int, read_only: bool = True) -> Memory:
         """Map a peer's window; `fd` stays the caller's, `num_bytes` is what the exporter asked for."""
     @property
     def is_read_only(self) -> bool: ...
+    @property
+    def is_host_readable(self) -> bool:
+        """Whether the host may read it: `Word` and the buffer protocol need that. All memory of `host` is."""
     def __buffer__(self, flags: int, /) -> memoryview: ...
     @property
     def address(self) -> int: ...
@@ -259,6 +265,15 @@ class OpList:
         A second capture in the process is refused, or waits up to `lock_timeout_s` for the first to end.
         (op index, event) pairs add an external event record node after that op (timelines, outputs_ready).
         """
+    def ops(self) -> list[tuple[int, str, int, int, int, int, int]]:
+        """Each op as (its index, kind, stream, event or call or collective, destination, source, bytes moved in all).
+
+        An all-gather moves all ranks' bytes; what an op does not have is 0.
+        """
+    def set_trace(self, is_on: bool) -> None:
+        """From now on `issue` notes each op that the driver took, or no more. Off by default."""
+    def take_trace(self) -> list[tuple[int, str, int, int, int, int, int]]:
+        """What was noted since tracing began or was last asked, in that order, as in `ops`; forgotten then."""
     def recording(self) -> Recording:
         """The same ops for one capture that somebody else opens on stream 0 (torch.cuda.graph)."""
 
@@ -276,6 +291,8 @@ class Recording:
         `calls` need only cover the "call" ops in the range. A stream joins by waiting for an event of the capture; an
         op on another raises DriverError before anything is enqueued.
         """
+    def spans(self) -> list[tuple[int, int, int, int]]:
+        """As `Graph.spans`, for the graph of the capture; nodes in no span are the caller's own."""
 
 class CaptureLock:
     """The process-wide capture lock as a context manager, for captures made by others (torch.cuda.graph, recording)."""
@@ -291,6 +308,14 @@ class Graph:
 
     def num_nodes(self) -> dict[str, int]:
         """By kind: memcpy, host, kernel, memset, event_record, event_wait, batch_mem_op, empty, graph."""
+    @property
+    def handle(self) -> int:
+        """The CUgraph, for tools of the same driver library; it stays this object's own."""
+    def spans(self) -> list[tuple[int, int, int, int]]:
+        """(op, stream, first node, node after the last) of each op that became nodes, in the order of the capture.
+
+        Empty for a graph whose ops went through a `Recording`, which has them.
+        """
     def instantiate(self, executor: str = "", seed: int = -1) -> GraphExec:
         """On `host`: executor "cooperative" or "threaded" ("" = cooperative); seed >= 0 picks any runnable stream
         next, -1 creation order, -2 copies earliest, -3 copies latest."""

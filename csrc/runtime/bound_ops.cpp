@@ -134,15 +134,34 @@ void BoundOps::check_joined(CaptureState& state, size_t begin, size_t end) const
   }
 }
 
-void BoundOps::run(const Calls& calls, const CUevent* events, size_t begin, size_t end) const {
+size_t BoundOps::moved_bytes(size_t index) const {
+  const Op& op = ops_[index];
+  switch (op.kind) {
+    case OpKind::kCopy:
+    case OpKind::kFill:
+      return op.num_bytes;
+    case OpKind::kCopy2d:
+      return op.rows * op.num_bytes;
+    case OpKind::kAllGather:
+      return op.num_bytes * static_cast<size_t>(collective_of(op).world_size());
+    case OpKind::kReduceScatter:
+      return elements_bytes(op.num_elements, static_cast<ElementType>(op.value), 1);
+    default:
+      return 0;
+  }
+}
+
+void BoundOps::run(const Calls& calls, const CUevent* events, size_t begin, size_t end, OpObserver* observer) const {
   const Table& table = driver_.table();
   const OpTargets targets{events, calls.data(), collective_pointers_.data()};
   size_t i = begin;
+  if (observer != nullptr) observer->begin();
   try {
     for (; i < end; ++i) {
       const Op& op = ops_[i];
       const CUresult result = enqueue(table, op, streams_[op.stream], targets);
       if (__builtin_expect(result != CUDA_SUCCESS, 0)) table.fail(result, entry_point(op.kind), where(i));
+      if (__builtin_expect(observer != nullptr, 0)) observer->accepted(i, op);
     }
   } catch (const CollectiveError& error) {
     throw CollectiveError(error.entry_point(), error.code(), std::string(error.what()) + ", at " + where(i));

@@ -3,7 +3,7 @@
 
 #include <functional>
 
-#include "runtime/op.h"
+#include "runtime/op_observer.h"
 #include "runtime/stream.h"
 
 namespace graphshard {
@@ -38,7 +38,10 @@ class BoundOps {
   // For a graph of these ops, to be kept with it (Collective::hold).
   std::vector<std::shared_ptr<const void>> hold_collectives() const;
 
-  void run(const Calls& calls, const CUevent* events, size_t begin, size_t end) const;
+  // Tells `observer`, if there is one, of each op that was taken.
+  void run(const Calls& calls, const CUevent* events, size_t begin, size_t end, OpObserver* observer = nullptr) const;
+  // What op `index` moves in all: all ranks' bytes in an all-gather; 0 for ops that move nothing.
+  size_t moved_bytes(size_t index) const;
   std::string where(size_t index) const;
 
  private:

@@ -38,8 +38,8 @@ int executor_number(const std::string& executor) {
 
 }  // namespace
 
-Graph::Graph(Driver& driver, CUgraph graph, std::shared_ptr<GraphOwners> owners)
-    : body_(new Body{driver, graph, std::move(owners)}) {}
+Graph::Graph(Driver& driver, CUgraph graph, std::shared_ptr<GraphOwners> owners, std::vector<NodeSpan> spans)
+    : body_(new Body{driver, graph, std::move(owners)}), spans_(std::move(spans)) {}
 
 Graph::~Graph() {
   Driver& driver = body_->driver;

@@ -4,6 +4,7 @@
 #include <string>
 #include <utility>
 
+#include "runtime/op_observer.h"
 #include "runtime/stream.h"
 
 namespace graphshard {
@@ -42,9 +43,12 @@ class GraphExec {
 
 class Graph {
  public:
-  Graph(Driver& driver, CUgraph graph, std::shared_ptr<GraphOwners> owners);
+  Graph(Driver& driver, CUgraph graph, std::shared_ptr<GraphOwners> owners, std::vector<NodeSpan> spans = {});
   ~Graph();
 
+  CUgraph handle() const { return body_->graph; }
+  // Which nodes are which op's; empty if the graph was captured by somebody else.
+  const std::vector<NodeSpan>& spans() const { return spans_; }
   std::vector<std::pair<std::string, size_t>> num_nodes() const;
   // `executor` is "", "cooperative" or "threaded"; both it and `seed` only mean something on the host driver.
   std::shared_ptr<GraphExec> instantiate(const std::string& executor, int64_t seed) const;
@@ -59,6 +63,7 @@ class Graph {
   };
 
   std::shared_ptr<Body> body_;
+  const std::vector<NodeSpan> spans_;
 };
 
 }  // namespace graphshard

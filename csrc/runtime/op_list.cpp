@@ -49,9 +49,19 @@ void OpList::issue(const std::shared_ptr<Calls>& calls, size_t begin, size_t end
       previous = std::move(body_->calls);
       body_->calls = calls;
     }
-    ops.run(*calls, body_->events.data(), begin, end);
+    ops.run(*calls, body_->events.data(), begin, end, trace_.get());
   }
   driver_.retire(std::move(previous));
+}
+
+void OpList::set_trace(bool is_on) {
+  std::lock_guard<std::mutex> guard(mutex_);
+  trace_ = is_on ? std::make_unique<OpTrace>() : nullptr;
+}
+
+std::vector<size_t> OpList::take_trace() {
+  std::lock_guard<std::mutex> guard(mutex_);
+  return trace_ == nullptr ? std::vector<size_t>() : std::exchange(trace_->indices, {});
 }
 
 CUevent OpList::event(size_t index) const {
@@ -68,29 +78,31 @@ bool OpList::event_done(size_t index) const {
 
 bool OpList::wait_event(size_t index, int64_t timeout_ns) const { return driver_.wait_event(event(index), timeout_ns); }
 
-void OpList::run_external(const Calls& calls, const CUevent* events, const ExternalEvents& external_events) const {
+void OpList::run_external(const Calls& calls, const CUevent* events, const ExternalEvents& external_events,
+                          NodeSpans& nodes) const {
   const BoundOps& ops = *body_->ops;
   const Table& table = driver_.table();
   size_t begin = 0;
   for (const auto& [index, event] : external_events) {
-    ops.run(calls, events, begin, index + 1);
+    ops.run(calls, events, begin, index + 1, &nodes);
     begin = index + 1;
     const CUresult result =
         table.cuEventRecordWithFlags(event->handle(), ops.stream(ops[index].stream), CU_EVENT_RECORD_EXTERNAL);
     if (result != CUDA_SUCCESS) table.fail(result, "cuEventRecordWithFlags", ops.where(index));
   }
-  ops.run(calls, events, begin, ops.size());
+  ops.run(calls, events, begin, ops.size(), &nodes);
 }
 
 // Note [a failed capture]: whatever fails, EndCapture is due on the origin: it frees every stream that has joined, and
 // its error is only a consequence of the first one.
-CUgraph OpList::record(const Calls& calls, const CUevent* events, const ExternalEvents& external_events) const {
+CUgraph OpList::record(const Calls& calls, const CUevent* events, const ExternalEvents& external_events,
+                       NodeSpans& nodes) const {
   const Table& table = driver_.table();
   const CUstream origin = body_->ops->stream(0);
   GRAPHSHARD_CALL(table, cuStreamBeginCapture, origin, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL);
   CUgraph graph = nullptr;
   try {
-    run_external(calls, events, external_events);
+    run_external(calls, events, external_events, nodes);
   } catch (...) {
     if (table.cuStreamEndCapture(origin, &graph) == CUDA_SUCCESS && graph != nullptr) table.cuGraphDestroy(graph);
     throw;
@@ -127,13 +139,14 @@ std::shared_ptr<Graph> OpList::capture(const std::shared_ptr<Calls>& calls, Exte
   owners->others = ops.hold_collectives();
   owners->others.insert(owners->others.end(), {calls, body_->ops});
   for (const auto& [index, event] : external_events) owners->others.push_back(event);
+  NodeSpans nodes(driver_.table(), ops.stream(0));
   CUgraph graph = nullptr;
   {
     const CaptureLock lock(lock_timeout_s);
     const CapturingStreams capturing(ops.streams());
-    graph = record(*calls, owners->events.data(), external_events);
+    graph = record(*calls, owners->events.data(), external_events, nodes);
   }
-  return std::make_shared<Graph>(driver_, graph, std::move(owners));
+  return std::make_shared<Graph>(driver_, graph, std::move(owners), std::move(nodes.spans));
 }
 
 std::shared_ptr<Recording> OpList::recording() const {

@@ -16,7 +16,12 @@ class OpList {
   ~OpList();
 
   size_t size() const { return body_->ops->size(); }
+  const BoundOps& ops() const { return *body_->ops; }
   void issue(const std::shared_ptr<Calls>& calls, size_t begin, size_t end);
+  // From now on (or no more) `issue` notes the ops that were taken; off by default, since it costs an allocation.
+  void set_trace(bool is_on);
+  // What was noted since tracing began or was last asked, by index of the op; forgotten then.
+  std::vector<size_t> take_trace();
   bool event_done(size_t event) const;
   bool wait_event(size_t event, int64_t timeout_ns) const;
 
@@ -39,11 +44,14 @@ class OpList {
 
   CUevent event(size_t index) const;
   void check_external(const ExternalEvents& external_events) const;
-  void run_external(const Calls& calls, const CUevent* events, const ExternalEvents& external_events) const;
-  CUgraph record(const Calls& calls, const CUevent* events, const ExternalEvents& external_events) const;
+  void run_external(const Calls& calls, const CUevent* events, const ExternalEvents& external_events,
+                    NodeSpans& nodes) const;
+  CUgraph record(const Calls& calls, const CUevent* events, const ExternalEvents& external_events,
+                 NodeSpans& nodes) const;
 
   Driver& driver_;
   std::shared_ptr<Body> body_;
+  std::unique_ptr<OpTrace> trace_;
   std::mutex mutex_;
 };
 

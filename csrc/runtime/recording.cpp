@@ -26,7 +26,8 @@ cuuint64_t capture_of(const Table& table, CUstream stream) {
 Recording::Recording(std::shared_ptr<const BoundOps> ops)
     : ops_(std::move(ops)),
       owners_(std::make_shared<GraphOwners>(ops_->driver(), ops_->num_events())),
-      recorded_(ops_->num_events(), false) {
+      recorded_(ops_->num_events(), false),
+      nodes_(ops_->driver().table(), ops_->stream(0)) {
   owners_->others = ops_->hold_collectives();
   owners_->others.push_back(ops_);
 }
@@ -72,7 +73,7 @@ void Recording::issue(const std::shared_ptr<Calls>& calls, size_t begin, size_t 
   for (size_t i = 0; i < ops_->streams().size(); ++i) {
     if (state.joined[i]) ops_->streams()[i]->capture_mark.store(CaptureMark::kAsk);
   }
-  ops_->run(*calls, owners_->events.data(), begin, end);
+  ops_->run(*calls, owners_->events.data(), begin, end, &nodes_);
   recorded_ = std::move(state.recorded);
 }
 

@@ -17,6 +17,8 @@ class Recording {
   // After a failure the capture is lost; ending it is due all the same.
   void issue(const std::shared_ptr<Calls>& calls, size_t begin, size_t end);
   size_t size() const { return ops_->size(); }
+  // Which nodes of the capture's graph are which op's; nodes in between are of those who opened it.
+  const std::vector<NodeSpan>& spans() const { return nodes_.spans; }
 
  private:
   void check_open();
@@ -26,6 +28,7 @@ class Recording {
   std::shared_ptr<GraphOwners> owners_;
   std::vector<bool> recorded_;
   cuuint64_t capture_id_ = 0;
+  NodeSpans nodes_;
   std::mutex mutex_;
 };
 
