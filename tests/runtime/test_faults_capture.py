@@ -279,7 +279,10 @@ def test_captured_memory_is_pinned_while_its_graph_lives() -> None:
     model = ByteModel([[33 << 20], [3000]], temporaries=True)  # blocks so large that they are mappings of their own
     runtime = alone(model)
     graph = runtime.graph(1)
-    arena_block = runtime._compute._arena._blocks[0].data_ptr()
+    large = max(runtime._compute._arena._blocks, key=torch.numel)
+    assert large.numel() >= 33 << 20, "smaller blocks may lie in the heap, which is not unmapped"
+    arena_block = large.data_ptr()
+    del large
     pinned = [*memory_addresses(runtime), arena_block]
     del runtime._compute._arena._blocks[:]  # the owner of the blocks forgets them; the tapes do not
     gc.collect()
