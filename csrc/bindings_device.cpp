@@ -1,5 +1,6 @@
 // Drivers, memory, streams and events for Python.
 #include "bindings.h"
+#include "driver/devices.h"
 #include "runtime/memory.h"
 #include "runtime/stream_capture.h"
 
@@ -10,7 +11,7 @@ namespace {
 int memory_get_buffer(PyObject* self, Py_buffer* view, int flags) {
   const auto& memory = *nb::inst_ptr<Memory>(self);
   view->obj = nullptr;
-  if (!memory.driver().is_host()) {
+  if (!memory.is_host_readable()) {
     PyErr_SetString(PyExc_BufferError, "device memory has no buffer on the host: copy it to host memory first");
     return -1;
   }
@@ -57,15 +58,23 @@ void bind_driver(nb::module_& m) {
                      return driver.num_retired();
                    })
       .def("attribute", &Driver::attribute, "attribute"_a);
+  m.def("device_uuids", &device_uuids, "path"_a, nb::call_guard<ReleasedGil>());
 }
 
 void bind_memory(nb::module_& m) {
   nb::class_<Memory>(m, "Memory", nb::type_slots(memory_slots))
-      .def(nb::new_([](Driver& driver, size_t num_bytes, bool exportable) {
+      .def(nb::new_([](Driver& driver, size_t num_bytes, bool exportable, bool fabric) {
              const ReleasedGil released;
-             return Memory::allocate(driver, num_bytes, exportable);
+             return Memory::allocate(driver, num_bytes, exportable, fabric);
            }),
-           "driver"_a, "num_bytes"_a, "exportable"_a = false)
+           "driver"_a, "num_bytes"_a, "exportable"_a = false, "fabric"_a = false)
+      .def_static(
+          "allocate_host",
+          [](Driver& driver, size_t num_bytes, bool exportable) {
+            const ReleasedGil released;
+            return Memory::allocate_host(driver, num_bytes, exportable);
+          },
+          "driver"_a, "num_bytes"_a, "exportable"_a = false)
       .def_static(
           "import_fd",
           [](Driver& driver, int fd, size_t num_bytes, bool read_only) {
@@ -73,10 +82,24 @@ void bind_memory(nb::module_& m) {
             return Memory::import_fd(driver, fd, num_bytes, read_only);
           },
           "driver"_a, "fd"_a, "num_bytes"_a, "read_only"_a = true)
+      .def_static(
+          "import_fabric",
+          [](Driver& driver, const nb::bytes& handle, size_t num_bytes, bool read_only) {
+            const std::string bytes(handle.c_str(), handle.size());
+            const ReleasedGil released;
+            return Memory::import_fabric(driver, bytes, num_bytes, read_only);
+          },
+          "driver"_a, "handle"_a, "num_bytes"_a, "read_only"_a = true)
       .def_prop_ro("address", &Memory::address)
       .def_prop_ro("num_bytes", &Memory::num_bytes)
       .def_prop_ro("generation", &Memory::generation)
       .def_prop_ro("is_read_only", &Memory::is_read_only)
+      .def_prop_ro("is_host_readable", &Memory::is_host_readable)
+      .def("export_fabric",
+           [](const Memory& memory) {
+             const std::string handle = memory.export_fabric();
+             return nb::bytes(handle.data(), handle.size());
+           })
       .def("export_fd", &Memory::export_fd);
 }
 

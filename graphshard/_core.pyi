@@ -41,6 +41,9 @@ class Driver:
         """Dropped memory, graphs, calls and streams that enqueued work may still use; they go when it is done."""
     def attribute(self, attribute: int) -> int: ...
 
+def device_uuids(path: str) -> list[str]:
+    """The UUID of every device that the driver library at `path` shows this process, by index; makes no context."""
+
 class Memory:
     """One allocation, mapped: a window if `exportable`. Zeroed. Freed when the last reference (buffer views too) dies.
 
@@ -48,13 +51,17 @@ class Memory:
     Supports the buffer protocol on `host` (writable unless imported read-only).
     """
 
-    def __init__(self, driver: Driver, num_bytes: int, exportable: bool = False) -> None: ...
+    def __init__(self, driver: Driver, num_bytes: int, exportable: bool = False, fabric: bool = False) -> None:
+        """`fabric`: exportable as a fabric handle too, on devices that have them (an attribute says so)."""
     @staticmethod
     def allocate_host(driver: Driver, num_bytes: int, exportable: bool = False) -> Memory:
         """Pinned memory of the host, which host and device use at one address: for words, or windows if exportable."""
     @staticmethod
     def import_fd(driver: Driver, fd: int, num_bytes: int, read_only: bool = True) -> Memory:
         """Map a peer's window; `fd` stays the caller's, `num_bytes` is what the exporter asked for."""
+    @staticmethod
+    def import_fabric(driver: Driver, handle: bytes, num_bytes: int, read_only: bool = True) -> Memory:
+        """Map the window of a peer in the same NVLink domain, on this machine or another."""
     @property
     def is_read_only(self) -> bool: ...
     @property
@@ -70,6 +77,8 @@ class Memory:
         """Unique in the process: a new mapping never has an old one's generation, even at the same address."""
     def export_fd(self) -> int:
         """A new file descriptor that the caller closes (or sends away)."""
+    def export_fabric(self) -> bytes:
+        """The 64 bytes of the fabric handle, for whatever channel reaches the peer; nothing to close."""
 
 class Stream:
     """A stream of its own. All addresses must lie in Memory of the same driver; others are refused by name."""

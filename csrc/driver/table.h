@@ -18,6 +18,7 @@ namespace graphshard {
   X(cuDeviceGet, 2000)                     \
   X(cuDeviceGetName, 2000)                 \
   X(cuDeviceTotalMem, 3020)                \
+  X(cuDeviceGetUuid, 11040)                \
   X(cuDeviceGetAttribute, 2000)            \
   X(cuDevicePrimaryCtxRetain, 7000)        \
   X(cuDevicePrimaryCtxRelease, 11000)      \

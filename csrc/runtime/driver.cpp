@@ -101,7 +101,7 @@ Driver::Driver(const std::string& path, int device_index)
   GRAPHSHARD_CALL(table_, cuDeviceGet, &device_, device_index);
   GRAPHSHARD_CALL(table_, cuDevicePrimaryCtxRetain, &context_, device_);
   GRAPHSHARD_CALL(table_, cuCtxSetCurrent, context_);
-  const CUmemAllocationProp prop = allocation_prop(true);
+  const CUmemAllocationProp prop = allocation_prop(true, false);
   GRAPHSHARD_CALL(table_, cuMemGetAllocationGranularity, &granularity_bytes_, &prop,
                   CU_MEM_ALLOC_GRANULARITY_RECOMMENDED);
 }
@@ -182,11 +182,17 @@ int Driver::attribute(int attribute) const {
   return value;
 }
 
-CUmemAllocationProp Driver::allocation_prop(bool is_exportable) const {
+CUmemAllocationProp Driver::allocation_prop(bool is_exportable, bool is_on_host) const {
   CUmemAllocationProp prop{};
   prop.type = CU_MEM_ALLOCATION_TYPE_PINNED;
   prop.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
   prop.location.id = device_;
+  if (is_on_host) {
+    int node = -1;  // no such attribute, or no such nodes: there is one
+    const CUresult result = table_.cuDeviceGetAttribute(&node, CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID, device_);
+    prop.location.type = CU_MEM_LOCATION_TYPE_HOST_NUMA;
+    prop.location.id = result == CUDA_SUCCESS && node >= 0 ? node : 0;
+  }
   prop.requestedHandleTypes = is_exportable ? CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR : CU_MEM_HANDLE_TYPE_NONE;
   return prop;
 }

@@ -61,6 +61,7 @@ struct Mapping {
   bool has_handle = false;
   bool is_mapped = false;
   bool is_read_only = false;
+  bool is_on_host = false;  // the host may use it at the same address
   std::shared_ptr<void> lender;
 };
 
@@ -106,7 +107,8 @@ class Driver {
   size_t free_bytes() const;  // now, as the driver counts
   size_t granularity_bytes() const { return granularity_bytes_; }
   int attribute(int attribute) const;
-  CUmemAllocationProp allocation_prop(bool is_exportable) const;
+  // On the device, or pinned in the memory of the host's node that is closest to it.
+  CUmemAllocationProp allocation_prop(bool is_exportable, bool is_on_host) const;
 
   // Every entry begins here: refuses a forked child and an ending process, and makes the context current.
   void enter() const;
