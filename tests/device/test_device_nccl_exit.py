@@ -1,0 +1,85 @@
+"""The interpreter may end with communicators alive, stuck or half gone: silently and at once (I6, I7, E13)."""
+
+from __future__ import annotations
+
+import textwrap
+
+import pytest
+from device_helpers import run_python
+from fake_nccl import FakeNccl
+
+from graphshard._core import Driver
+
+SETUP = """
+    import ctypes, sys, threading
+    from graphshard._core import Calls, Communicator, Driver, Memory, NcclError, NcclLibrary, OpList, Stream
+    driver, library = Driver(sys.argv[1]), None
+    library = NcclLibrary(sys.argv[2], driver)
+    fake = ctypes.CDLL(sys.argv[2])
+    stream = Stream(driver)
+    communicator = Communicator(library, library.unique_id(), 1, 0, "weights", 60.0)
+    memory = communicator.allocate(4096)
+    communicator.register(memory, 60.0)
+    op_list = OpList(driver, [stream], 0, [("all_gather", 0, 0, memory.address, memory.address, 1)], [communicator])
+    graph_exec = op_list.capture(Calls([])).instantiate()
+    graph_exec.launch(stream)
+"""
+
+ENDINGS = {
+    "everything alive": "",
+    "destroyed in order": """
+    graph_exec = op_list = None
+    assert stream.synchronize(60.0)
+    assert communicator.destroy(60.0)
+    """,
+    "destroyed out of order": """
+    try:
+        communicator.destroy(60.0)
+    except NcclError as error:
+        assert "graphs with its collectives are alive" in str(error)
+    """,
+    "dropped": "communicator = graph_exec = op_list = memory = None",
+    "dropped while an abort would hang": """
+    fake.fake_hang(b"ncclCommAbort", 0)
+    communicator = graph_exec = op_list = memory = None
+    assert stream.synchronize(60.0)
+    driver.num_retired
+    fake.fake_await_stuck()
+    """,
+    "an abort that hangs": """
+    fake.fake_hang(b"ncclCommAbort", 0)
+    assert not communicator.abort(0.01)
+    """,
+    "a destroy that hangs": """
+    graph_exec = None
+    assert stream.synchronize(60.0)
+    fake.fake_hang(b"ncclCommFinalize", 0)
+    assert not communicator.destroy(0.01)
+    """,
+    "a first gather that hangs": """
+    fake.fake_hang(b"ncclAllGather", 0)
+    try:
+        communicator.all_gather(memory.address, memory.address, 1, stream, 0.01)
+    except NcclError as error:
+        assert "did not return" in str(error)
+    """,
+    "a daemon thread in an init that hangs": """
+    fake.fake_hang(b"ncclCommInitRankConfig", 0)
+    threading.Thread(
+        target=lambda: Communicator(library, library.unique_id(), 2, 1, "draft", 60.0), daemon=True
+    ).start()
+    fake.fake_await_stuck()
+    """,
+    "a cycle": """
+    class Runtime: pass
+    runtime = Runtime()
+    runtime.self, runtime.parts = runtime, (communicator, memory, op_list, graph_exec)
+    """,
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_interpreter_ends_silently(fake: FakeNccl, driver: Driver, ending: str) -> None:
+    code = "\n".join([*map(textwrap.dedent, (SETUP, ENDINGS[ending])), "print('done')", "sys.exit(7)"])
+    done = run_python(code, driver.path, fake.path)
+    assert (done.returncode, done.stdout, done.stderr) == (7, "done\n", "")
