@@ -38,7 +38,7 @@ static_assert(sizeof(ncclUniqueId) == sizeof(VendorUniqueId) && alignof(ncclUniq
 
 constexpr ncclConfig_t kTheirs = NCCL_CONFIG_INITIALIZER;
 static_assert(ours::Config().magic == kTheirs.magic);
-static_assert(ours::Config().blocking == kTheirs.blocking && ours::Config().cta_policy == kTheirs.cta_policy);
+static_assert(ours::Config().blocking == kTheirs.blocking && ours::Config().cta_policy == kTheirs.CTAPolicy);
 static_assert(ours::Config().net_name == kTheirs.netName && ours::Config().comm_name == kTheirs.commName);
 static_assert(ours::kWindowCollSymmetric == NCCL_WIN_COLL_SYMMETRIC);
 static_assert(ours::kWindowAlignmentBytes == NCCL_WIN_REQUIRED_ALIGNMENT);
