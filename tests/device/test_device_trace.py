@@ -74,8 +74,8 @@ def test_a_refused_op_is_not_in_the_trace(driver: Driver, small: Small) -> None:
     """A host function may not call the driver: what it issues is refused at the first op."""
     inner = OpList(driver, [Stream(driver)], 1, [("record", 0, 0)])
     inner.set_trace(True)
-    outer = Stream(driver)
-    outer.call(lambda: inner.issue(Calls([])))
+    outer, no_calls = Stream(driver), Calls([])
+    outer.call(lambda: inner.issue(no_calls))
     assert outer.synchronize(TIMEOUT_S)
     with pytest.raises(DriverError):
         outer.check()
