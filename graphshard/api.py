@@ -36,6 +36,7 @@ def compile(  # the field's verb, as in torch.compile; always used as graphshard
     device: str | Device = "host",
     timeout_s: float = 30.0,
     hooks: Hooks | None = None,
+    progress: bool = False,
     **choices: Any,
 ) -> Runtime:
     """Shard `model` over `group`, verify its programs, load, bind and capture them. Collective.
@@ -52,28 +53,22 @@ def compile(  # the field's verb, as in torch.compile; always used as graphshard
         device: "host", or an open device.
         timeout_s: the longest that the host waits for anything.
         hooks: what tests insert into bound lists.
-        choices: what "auto" is not to choose: units, prefetch_depth, num_slots, head, executor, ... (`make_plan`).
+        progress: gathers of transport nccl write how far they are: a timeout names the unit, and who is behind.
+        choices: what "auto" is not to choose: units, prefetch_depth, head, transport, executor, ... (`make_plan`).
 
     Raises:
         SpecError, ProgramError, LoadError, CommError, DeviceError: see each class; on every rank alike.
     """
-    if isinstance(device, str):
-        device = open_device(device, num_ranks=group.world_size)
+    device = _opened(device, group)
     shapes = [StepShape(*size) if isinstance(size, tuple) else StepShape(size) for size in capture_sizes]
-    hooks = hooks or Hooks()
     with agree_on_device(group, device) as agreed:
         compiled = group.agree("plan", lambda: _compile(model.spec(), group, agreed.spec, plan, shapes, choices))
         source = group.agree("checkpoint", lambda: open_source(checkpoint))
         if agreed.welcome is None:  # a rank that came back is alone; its shards' checksums are compared
             check_source(group, compiled.model, source)
-        runtime = build_runtime(compiled, model, source, group, device, agreed=agreed, timeout_s=timeout_s, hooks=hooks)
-    try:
-        if shapes:
-            runtime.capture(shapes)
-    except BaseException:
-        runtime.close()
-        raise
-    return runtime
+        limits: dict[str, Any] = {"timeout_s": timeout_s, "hooks": hooks or Hooks(), "progress": progress}
+        runtime = build_runtime(compiled, model, source, group, device, agreed=agreed, **limits)
+    return _captured(runtime, shapes)
 
 
 def attach(
@@ -88,6 +83,7 @@ def attach(
     device: str | Device = "host",
     timeout_s: float = 30.0,
     hooks: Hooks | None = None,
+    progress: bool = False,
     **choices: Any,
 ) -> Attached:
     """Shard the layers of any module over `group`, in place. Collective; the module is called as before, locally.
@@ -102,14 +98,12 @@ def attach(
         own_loop: no hooks: the caller runs the layers, between `before_layer(i)` and `after_layer(i)` of `begin_step`.
         device: "host", or an open device.
         timeout_s: the longest that the host waits for anything.
-        hooks: what tests insert into bound lists.
-        choices: as in `compile`.
+        hooks, progress, choices: as in `compile`.
 
     Raises:
         SpecError: the module cannot be attached: on all ranks, before it is changed. Other errors as in `compile`.
     """
-    if isinstance(device, str):
-        device = open_device(device, num_ranks=group.world_size)
+    device = _opened(device, group)
     if plan == "auto" and group.world_size > 1:
         choices.setdefault("units", "layer")
     with agree_on_device(group, device) as agreed:
@@ -125,7 +119,25 @@ def attach(
             own_loop=own_loop,
             timeout_s=timeout_s,
             hooks=hooks or Hooks(),
+            progress=progress,
         )
+
+
+def _opened(device: str | Device, group: Group) -> Device:
+    if not isinstance(device, str):
+        return device
+    return open_device(device, num_ranks=group.world_size, local_rank=group.local_rank)
+
+
+def _captured(runtime: Runtime, shapes: Sequence[StepShape]) -> Runtime:
+    """`runtime`, with `shapes` captured; closed if that fails."""
+    try:
+        if shapes:
+            runtime.capture(shapes)
+    except BaseException:
+        runtime.close()
+        raise
+    return runtime
 
 
 def _compile(

@@ -8,13 +8,14 @@ buffers   inputs, outputs, caches and activations; step shapes share them (steps
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from graphshard._core import Memory
+from graphshard.comm.transport import WindowUse
 from graphshard.core.errors import DeviceError, SpecError
 from graphshard.core.layout import Layout, WeightView
 from graphshard.core.sizes import align_up
@@ -37,8 +38,20 @@ class BufferRow:
 class RuntimeMemory:
     """All memory of a runtime. Tensors are views that keep their allocation alive."""
 
-    def __init__(self, device: Device, layout: Layout, buffers: Mapping[StepShape, Sequence[BufferSpec]]) -> None:
+    def __init__(
+        self,
+        device: Device,
+        layout: Layout,
+        buffers: Mapping[StepShape, Sequence[BufferSpec]],
+        allocate: Callable[[WindowUse, int], Memory] | None = None,
+    ) -> None:
         """Reserve for `layout` and for the buffers of all step shapes.
+
+        Args:
+            device: where.
+            layout: how many bytes of shards, slots and resident weights.
+            buffers: by step shape.
+            allocate: where shards and slots come from (`TransportOpening.allocate`); the device if nobody says.
 
         Raises:
             DeviceError: the device has too little free memory; nothing was reserved.
@@ -54,8 +67,9 @@ class RuntimeMemory:
         }
         _refuse_if_too_large(device, sizes)
         self.layout = layout
-        self.shards = _allocate(device, layout.shard_bytes, exportable=True)
-        self.slots = _allocate(device, layout.slot_bytes)
+        allocate = allocate or (lambda use, num_bytes: device.allocate(num_bytes, exportable=use == "shards"))
+        self.shards = allocate("shards", layout.shard_bytes) if layout.shard_bytes else None
+        self.slots = allocate("slots", layout.slot_bytes) if layout.slot_bytes else None
         self._resident_bytes = _as_bytes(_allocate(device, layout.resident_bytes))
         self._slot_bytes = _as_bytes(self.slots)
         self._buffer_bytes = _as_bytes(_allocate(device, buffer_bytes))
@@ -153,8 +167,8 @@ def private_weight(base: Tensor, view: WeightView) -> Tensor:
     return weight_tensor(base[view.offset : view.offset + view.num_bytes].clone(), replace(view, offset=0))
 
 
-def _allocate(device: Device, num_bytes: int, *, exportable: bool = False) -> Memory | None:
-    return device.allocate(num_bytes, exportable) if num_bytes else None
+def _allocate(device: Device, num_bytes: int) -> Memory | None:
+    return device.allocate(num_bytes) if num_bytes else None
 
 
 def _as_bytes(memory: Memory | None) -> Tensor:

@@ -1,0 +1,124 @@
+"""One step of a runtime, however it is run: enter, issue, wait; and what becomes of it where it fails."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+
+from graphshard._core import Calls
+from graphshard.comm.alignment import Awaited, IssueKind
+from graphshard.comm.control import ControlTable
+from graphshard.core.errors import CommError
+from graphshard.core.specs import StepShape
+from graphshard.runtime.bind import BoundProgram
+from graphshard.runtime.binding import Binding
+from graphshard.runtime.compute import refuse_inside_segment
+from graphshard.runtime.loop import StepTurn
+
+
+def step_text(number: int, shape: StepShape, is_eager: bool) -> str:
+    """`step 417 of shape 4x1 (graph)`."""
+    return f"step {number} of shape {shape} ({'eager' if is_eager else 'graph'})"
+
+
+class Stepping(Binding):
+    """The base of `Runtime` that steps, whoever computes. `run`, `StepGraph` and `StepLoop` are made of this."""
+
+    turn: StepTurn
+    _control: ControlTable
+    _eager: dict[StepShape, Calls]
+
+    def step(self, shape: StepShape, bound: BoundProgram, launch: Callable[[], None], calls: Calls) -> None:
+        """One step, eager or captured: prime, launch, wait for the outputs. Used by `run` and `StepGraph.replay`."""
+        refuse_inside_segment("a step")
+        with self.turn.lock:
+            self.turn.wait_until_free()
+            is_eager = calls is self._eager.get(shape)
+            self.enter_step(shape, bound, "eager" if is_eager else "graph")
+            try:
+                self.issue(f"a step of shape {shape}", launch)
+                self.finish_step(shape, bound, calls, is_eager)
+            except BaseException:
+                self.forget_after_error()
+                raise
+
+    def enter_step(self, shape: StepShape, bound: BoundProgram, kind: IssueKind) -> None:
+        """Make the slots hold what the program expects. Used by steps, with the lock held."""
+        self._check_ready()
+        self._check_generations(shape)
+        number = self._num_steps + 1
+        self._alignment.check(f"step {number}")
+        self._alignment.begin_step(number)
+        self._slots.enter(bound.program)
+        self._before_gathers(kind, bound.gathers, step_text(number, shape, kind == "eager"))
+        self._done.store(0)
+
+    def finish_step(self, shape: StepShape, bound: BoundProgram, calls: Calls, is_eager: bool) -> None:
+        """All is enqueued: wait for the outputs. Used by steps, with the lock held."""
+        self._slots.leave(bound.program)
+        self._num_steps += 1
+        awaited = self._awaited(self._num_steps, shape, bound, is_eager)
+        if not self._alignment.wait(lambda timeout_s: self._done.wait(1, timeout_s), awaited):
+            raise self.late_error(shape, bound, is_eager)
+        calls.check()
+        self._control.mine.set_progress(self._num_steps, len(bound.program.ops))
+
+    def wait_for_layer(self, shape: StepShape, bound: BoundProgram) -> None:
+        """Until what a loop issued so far has been done, its next layer's weights included. With the lock held."""
+        awaited = replace(self._awaited(self._num_steps + 1, shape, bound, is_eager=True), is_all=False)
+        if not self._alignment.wait(bound.streams[0].synchronize, awaited):
+            raise self.late_error(shape, bound, True)
+
+    def abort_step(self, bound: BoundProgram, issue_rest: Callable[[], None] | None) -> None:
+        """A part of the program was enqueued, and no more compute will be. Used by loops, with the lock held.
+
+        What slots hold is forgotten once the streams are done: the next gathers may run on other streams. Under a
+        collective transport peers gather on, so the rest is issued, without compute, and this rank stays in step.
+        `issue_rest` does that; None: the step did not even begin.
+        """
+        self.forget_after_error()
+        if self._transport.is_collective and issue_rest is not None and self._alignment.broken is None:
+            with suppress(CommError):  # the next step says it, as it does to peers
+                self.issue("the rest of a step", issue_rest)
+                self._slots.leave(bound.program)
+                self._num_steps += 1
+        deadline = time.monotonic() + self.timeout_s
+        for stream in () if self._late or self._alignment.broken else bound.streams:
+            if not stream.synchronize(max(0.0, deadline - time.monotonic())):
+                self._late = True
+
+    def issue(self, what: str, launch: Callable[[], None]) -> None:
+        """`launch` what has been posted; if the driver refuses, peers are told."""
+        try:
+            launch()
+        except Exception as error:
+            failure = self._alignment.fail(error, what)
+            if failure is not None:
+                raise failure from error
+            raise
+
+    def forget_after_error(self) -> None:
+        """A step raised: rely on nothing that slots hold.
+
+        Under a collective transport they hold what the program says, for gathers run whatever compute did; and a rank
+        that forgot would gather alone.
+        """
+        if not self._transport.is_collective:
+            self._slots.forget()
+
+    def _awaited(self, number: int, shape: StepShape, bound: BoundProgram, is_eager: bool) -> Awaited:
+        """Step `number`, as errors say it."""
+        pending = bound.first_pending if is_eager else str
+        return Awaited(step_text(number, shape, is_eager), number, pending, bound.name_gather)
+
+    def late_error(self, shape: StepShape, bound: BoundProgram, is_eager: bool) -> CommError:
+        """The step did not get on in time; the next one is refused until it has ended."""
+        self._late = True
+        where = bound.first_pending() if is_eager else ""
+        return CommError(
+            f"rank {self.rank} waited {self.timeout_s:.1f} s for step {self._num_steps} of shape {shape} "
+            f"({'eager' if is_eager else 'graph'}){where}; "
+            f"peers: {self._control.describe()}"
+        )
