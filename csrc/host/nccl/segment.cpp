@@ -19,6 +19,7 @@ namespace graphshard::hostnccl {
 namespace {
 
 constexpr char kMagic[] = "graphshard nccl";
+constexpr const char* kUsedBefore = "the unique id was used before: its communicator is complete";
 
 /// What a unique id's bytes hold.
 struct Name {
@@ -95,6 +96,7 @@ Segment::Segment(const ncclUniqueId& id) {
   if (!ProcessId{name.pid, name.start_time}.is_alive()) throw Failure(nccl::kSystemError, maker + " is gone");
   const std::string path = "/proc/" + std::to_string(name.pid) + "/fd/" + std::to_string(name.fd);
   const int fd = open(path.c_str(), O_RDWR | O_CLOEXEC);
+  if (fd < 0 && errno == ENOENT) throw Failure(nccl::kInvalidArgument, kUsedBefore);
   if (fd < 0) {
     throw Failure(nccl::kSystemError, maker + " does not show its segment (" + path + "): " + std::strerror(errno));
   }
@@ -112,7 +114,7 @@ Segment::Segment(const ncclUniqueId& id) {
     layout = nullptr;
   }
   if (layout == nullptr) {
-    throw Failure(nccl::kInvalidArgument, "the unique id was used before: its communicator is complete");
+    throw Failure(nccl::kInvalidArgument, kUsedBefore);
   }
   layout_ = layout;
   nonce_ = name.nonce;
