@@ -11,15 +11,20 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from graphshard._core import Memory
+from graphshard.comm.transport import BoundOp, Transport
 from graphshard.core.errors import DeviceError
 from graphshard.core.layout import Layout
 from graphshard.core.ops import AgLaunch
 from graphshard.core.program import Program
+from graphshard.runtime.memory import RuntimeMemory
 from graphshard.runtime.walk import Node
 
 Span = tuple[int, int, int, int]
 """As `_core.Graph.spans` gives it: (bound op, stream, first node, node after the last)."""
+TracedOp = tuple[int, str, int, int, int, int, int]
+"""As `_core.OpList.ops` and `take_trace` give it: (bound op, kind, stream, index, destination, source, bytes)."""
+GATHERING = ("copy", "copy2d", "all_gather")
+"""Kinds of bound ops that carry out gathers; what tests and watchdogs put beside them is no part of one."""
 HIDING_KINDS = ("graph", "other")
 """Nodes that may hold kernels which a walk does not see."""
 
@@ -41,14 +46,14 @@ class Places:
         self._slots, self._chunks = tuple(slots), tuple(chunks)
 
     @staticmethod
-    def of(layout: Layout, slots: Memory | None, windows: Sequence[int]) -> Places:
-        """From the slot window and the addresses of the shard windows, by rank; ranks that are not read may lack."""
-        base = slots.address if slots is not None else 0
-        places = [Range(base + s.offset, base + s.offset + s.num_bytes, s.slot) for s in layout.slots]
+    def of(layout: Layout, memory: RuntimeMemory, transport: Transport) -> Places:
+        """Where `memory` has the slots, and where the gathers of `transport` read each unit's chunks."""
+        slots = [(memory.slot_address(slot.slot), slot) for slot in layout.slots]
+        places = [Range(begin, begin + slot.num_bytes, slot.slot) for begin, slot in slots]
         chunks = [
-            Range(window + unit.chunk_offset, window + unit.chunk_offset + unit.chunk_bytes, unit.unit)
-            for window in windows
+            Range(*_source(op), unit.unit)
             for unit in layout.units
+            for op in transport.gather_ops(unit.unit, 0, 0, 0, transport.num_copies)
         ]
         return Places(places, chunks)
 
@@ -95,12 +100,17 @@ def owners(nodes: Sequence[Node], spans: Iterable[Span]) -> list[int]:
 
 
 def gathers_of(
-    nodes: Sequence[Node], spans: Iterable[Span], program: Program, sources: Sequence[int], places: Places
+    nodes: Sequence[Node],
+    spans: Iterable[Span],
+    bound_ops: Sequence[TracedOp],
+    program: Program,
+    sources: Sequence[int],
+    places: Places,
 ) -> list[GatherNodes]:
     """Each `ag_launch` of `program` with its nodes, in the program's order; `sources` as in `BoundProgram`."""
     by_op: dict[int, list[int]] = {}
     for index, bound_op in enumerate(owners(nodes, spans)):
-        if bound_op >= 0:
+        if bound_op >= 0 and bound_ops[bound_op][1] in GATHERING:
             by_op.setdefault(sources[bound_op], []).append(index)
     return [
         _gather(index, op, by_op.get(index, []), nodes, places)
@@ -140,6 +150,19 @@ def problems_of(gathers: Iterable[GatherNodes], nodes: Sequence[Node]) -> list[s
         if others:
             found.append(f"{where}: copies chunks of units {others}")
     return found
+
+
+def _source(op: BoundOp) -> tuple[int, int]:
+    """Where a gather op of a transport reads: begin and end."""
+    kind, numbers = op[0], [number for number in op[1:] if isinstance(number, int)]
+    if kind == "copy":
+        _, _, source, num_bytes = numbers
+    elif kind == "all_gather":
+        _, _, _, source, num_bytes = numbers
+    else:
+        _, _, _, source, pitch, row_bytes, rows = numbers
+        num_bytes = (rows - 1) * pitch + row_bytes
+    return source, source + num_bytes
 
 
 def _find(ranges: Sequence[Range], address: int) -> int | None:

@@ -34,6 +34,8 @@ class Hooks:
     stalls: Mapping[int, int] = field(default_factory=dict)
     seed: int = -1
     """Order of the captured graph's nodes on `host`, see `_core.Graph.instantiate`."""
+    skip: frozenset[int] = frozenset()
+    """Units whose gathers the list lacks; waits and records for them stay."""
 
 
 @dataclass(frozen=True)
@@ -158,6 +160,8 @@ def bind_gather(
 
 
 def _gather_ops(run: CopyRun, stream: int, memory: RuntimeMemory, transport: Transport, hooks: Hooks) -> list[BoundOp]:
+    if run.unit in hooks.skip and run.op >= 0:
+        return []
     ops = transport.gather_ops(run.unit, memory.slot_address(run.slot), stream, run.begin, run.end)
     if not hooks.poison:
         return ops

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -12,6 +13,8 @@ from graphshard.core.errors import DeviceError
 from graphshard.core.specs import StepShape
 from graphshard.runtime.bind import BoundProgram
 from graphshard.runtime.capture_lock import capture_lock
+from graphshard.runtime.evidence import CopyEngineEvidence, GraphReport, LaunchCost
+from graphshard.runtime.inspection import CapturedNodes
 
 if TYPE_CHECKING:
     from graphshard.runtime.runtime import Runtime
@@ -69,14 +72,41 @@ class StepGraph:
             CommError: the step did not end in time.
         """
         self._runtime.at_step_boundary()
-        captured = self._captured
-        if captured is None:
-            raise DeviceError(f"the graph of step shape {self.shape} is closed; capture again with Runtime.capture")
+        captured = self._open()
         self._runtime.step(self.shape, captured.bound, captured.launch, captured.calls)
 
     def num_nodes(self) -> dict[str, int]:
         """The captured graph's nodes, by kind."""
         return {} if self._captured is None else self._captured.graph.num_nodes()
+
+    def report(
+        self, strict: bool = True, num_launches: int = 0, copy_engine: CopyEngineEvidence | Path | None = None
+    ) -> GraphReport:
+        """What the captured graph is shown to be: each gather's nodes by kind, its copies and bytes.
+
+        The graph is walked in this process; on `host` that takes the variables of `device.host_driver_environment()`
+        when it is started. Collective as a step if launches are timed.
+
+        Args:
+            strict: refuse kernel nodes in gathers; else they are a warning, and `problems` of the report.
+            num_launches: steps to run on what the inputs hold, for the host's cost of a launch.
+            copy_engine: evidence, or the file of one, that gathers run on copy engines; a walk alone does not show it.
+
+        Raises:
+            DeviceError: a gather has a kernel node (`strict`), the graph is closed, or it cannot be walked here.
+            SpecError: the evidence is of another machine.
+        """
+        launches = []
+        for _ in range(num_launches):
+            self.replay()
+            launches.append(self._runtime.launch_s)
+        launch = LaunchCost.of(launches) if launches else None
+        return self.look().report(strict, launch, copy_engine)
+
+    def look(self) -> CapturedNodes:
+        """The captured graph's nodes, walked."""
+        captured = self._open()
+        return CapturedNodes(self._runtime, self.shape, captured.bound, captured.graph, captured.graph.spans())
 
     @property
     def is_closed(self) -> bool:
@@ -92,6 +122,11 @@ class StepGraph:
             plan, seed = self._runtime.plan, self._runtime.hooks.seed
             with capture_lock(f"step shape {self.shape}", self._runtime.timeout_s):
                 self._captured = _capture(bound, self._captured.calls, plan.executor, seed)
+
+    def _open(self) -> _Captured:
+        if self._captured is None:
+            raise DeviceError(f"the graph of step shape {self.shape} is closed; capture again with Runtime.capture")
+        return self._captured
 
     def close(self) -> None:
         """Give the graph back, and what only it kept alive. Idempotent; a later replay is refused."""

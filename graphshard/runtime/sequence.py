@@ -10,12 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from graphshard.runtime.attribution import Places, Span, owners
+from graphshard.runtime.attribution import GATHERING, Places, Span, TracedOp, owners
 from graphshard.runtime.walk import Node
 
-TracedOp = tuple[int, str, int, int, int, int, int]
-"""As `_core.OpList.ops` and `take_trace` give it: (bound op, kind, stream, index, destination, source, bytes)."""
-GATHERING = ("copy", "copy2d", "all_gather")
 KINDS = dict.fromkeys(GATHERING, "gather") | {"call": "compute", "write_value": "write"}
 """Bound ops that have rows; records and waits are their order."""
 COMPARED = ("kind", "op", "unit", "slot", "num_bytes", "stream")
@@ -26,7 +23,7 @@ class SeenOp:
     """One row. Nothing in it depends on addresses or on which rank it is."""
 
     kind: str
-    """gather, compute or write (of the word that says that outputs are there)."""
+    """gather, compute or write (of a word: outputs are there, a gather has begun)."""
     op: int
     """The program's op; -1: the end of the list."""
     unit: int | None
@@ -93,10 +90,18 @@ class _Row:
         return SeenOp(self.kind, self.op, unit, slot, self.num_bytes, streams[self.stream], after)
 
 
+_Key = tuple[str, int, int, int]
+
+
+def _key(kind: str, op: int, stream: int, bound_op: int) -> _Key:
+    """What is one row: a gather's copies on one stream are, two writes never."""
+    return kind, op, stream, bound_op if kind == "write" else -1
+
+
 def seen_calls(traced: Iterable[TracedOp], sources: Sequence[int], streams: Sequence[str], places: Places) -> Seen:
     """The rows of ops that were handed to the driver in this order; `sources` and `streams` are the bound list's."""
-    rows: dict[tuple[str, int, int], _Row] = {}
-    numbers: dict[tuple[str, int, int], int] = {}
+    rows: dict[_Key, _Row] = {}
+    numbers: dict[_Key, int] = {}
     over: dict[int, int] = {}  # stream -> rows that are over when its next op begins
     events: dict[int, int] = {}
     for bound_op, kind, stream, index, destination, source, num_bytes in traced:
@@ -105,10 +110,10 @@ def seen_calls(traced: Iterable[TracedOp], sources: Sequence[int], streams: Sequ
         elif kind == "wait":
             over[stream] = over.get(stream, 0) | events.get(index, 0)
         elif kind in KINDS:
-            key = (KINDS[kind], sources[bound_op], stream)
+            key = _key(KINDS[kind], sources[bound_op], stream, bound_op)
             if key not in rows:
                 numbers[key] = len(rows)
-                rows[key] = _Row(*key, over.get(stream, 0))
+                rows[key] = _Row(KINDS[kind], sources[bound_op], stream, over.get(stream, 0))
             if kind in GATHERING:
                 rows[key].add(places, destination, source, num_bytes)
             over[stream] = over.get(stream, 0) | 1 << numbers[key]
@@ -124,15 +129,16 @@ def seen_nodes(
     places: Places,
 ) -> Seen:
     """The rows of a captured graph; `bound_ops` say of which kind the op was during which a node appeared."""
-    rows: dict[tuple[str, int, int], _Row] = {}
-    members: dict[tuple[str, int, int], list[int]] = {}
+    rows: dict[_Key, _Row] = {}
+    members: dict[_Key, list[int]] = {}
     stream_of = {op: stream for op, stream, _, _ in spans}
     for index, bound_op in enumerate(owners(nodes, spans)):
         kind = KINDS.get(bound_ops[bound_op][1]) if bound_op >= 0 else None
         if kind is None:
             continue
-        key = (kind, sources[bound_op], stream_of[bound_op])
-        row = rows.setdefault(key, _Row(*key, 0))
+        source, stream = sources[bound_op], stream_of[bound_op]
+        key = _key(kind, source, stream, bound_op)
+        row = rows.setdefault(key, _Row(kind, source, stream, 0))
         members.setdefault(key, []).append(index)
         node = nodes[index]
         if kind == "gather" and node.kind == "memcpy" and places.unit(node.source) is not None:

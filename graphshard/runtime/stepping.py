@@ -27,6 +27,10 @@ class Stepping(Binding):
     """The base of `Runtime` that steps, whoever computes. `run`, `StepGraph` and `StepLoop` are made of this."""
 
     turn: StepTurn
+    launch_s = 0.0
+    """How long the host was busy with handing the last step to the driver: with its ops, or with one graph launch."""
+    handed_over_s = 0.0
+    """`time.perf_counter()` when the host began to wait for the last step."""
     _control: ControlTable
     _eager: dict[StepShape, Calls]
 
@@ -60,6 +64,7 @@ class Stepping(Binding):
         self._slots.leave(bound.program)
         self._num_steps += 1
         awaited = self._awaited(self._num_steps, shape, bound, is_eager)
+        self.handed_over_s = time.perf_counter()
         if not self._alignment.wait(lambda timeout_s: self._done.wait(1, timeout_s), awaited):
             raise self.late_error(shape, bound, is_eager)
         calls.check()
@@ -91,8 +96,10 @@ class Stepping(Binding):
 
     def issue(self, what: str, launch: Callable[[], None]) -> None:
         """`launch` what has been posted; if the driver refuses, peers are told."""
+        begin = time.perf_counter()
         try:
             launch()
+            self.launch_s = time.perf_counter() - begin
         except Exception as error:
             failure = self._alignment.fail(error, what)
             if failure is not None:

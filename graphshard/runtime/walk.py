@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Protocol
 
-from graphshard._core import Driver, Graph
+from graphshard._core import Driver
 from graphshard.core.errors import DeviceError
 from graphshard.device.as_libcuda import why_not_libcuda
 
@@ -100,13 +100,13 @@ def _node(driver: GraphDriver, handle: int, after: tuple[int, ...]) -> Node:
     return Node(kind, after, name=driver.kernel_name(handle) if kind == "kernel" else "")
 
 
-def walk(driver: Driver, graph: Graph) -> tuple[Node, ...]:
-    """The nodes of a graph that `driver` captured, as cuda-python reads them.
+def walk(driver: Driver, graph: int) -> tuple[Node, ...]:
+    """The nodes of the graph with this handle, which `driver` captured, as cuda-python reads them.
 
     Raises:
         DeviceError: cuda-python is not installed, or has another driver than the graph's; says what to do.
     """
-    return walk_graph(CudaPython.of(driver), graph.handle)
+    return walk_graph(CudaPython.of(driver), graph)
 
 
 def why_no_walk(driver: Driver) -> str | None:

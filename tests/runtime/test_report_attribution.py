@@ -45,6 +45,8 @@ PROGRAM = Program(
 )
 SOURCES = (0, 0, 2, 4, 6)
 """Bound ops: two copies of the first gather, its compute, one collective for the second gather, its compute."""
+KINDS = ("copy", "copy", "call", "all_gather", "call")
+BOUND_OPS = [(index, kind, 0, 0, 0, 0, 0) for index, kind in enumerate(KINDS)]
 SPANS = [(0, 1, 0, 1), (1, 1, 1, 2), (2, 0, 2, 3), (3, 1, 3, 6), (4, 0, 6, 7)]
 
 
@@ -64,7 +66,7 @@ NODES = (
 
 
 def gathers(nodes: tuple[Node, ...] = NODES) -> Any:
-    return gathers_of(nodes, SPANS, PROGRAM, SOURCES, PLACES)
+    return gathers_of(nodes, SPANS, BOUND_OPS, PROGRAM, SOURCES, PLACES)
 
 
 def test_nodes_are_the_gathers_during_which_they_appeared() -> None:
@@ -79,7 +81,7 @@ def test_nodes_are_the_gathers_during_which_they_appeared() -> None:
 def test_nodes_between_spans_are_compute_of_others() -> None:
     nodes = (*NODES[:2], Node("kernel", (1,), name="their_gemm"), *NODES[3:])
     spans = [span for span in SPANS if span[0] != 2]
-    found = gathers_of(nodes, spans, PROGRAM, SOURCES, PLACES)
+    found = gathers_of(nodes, spans, BOUND_OPS, PROGRAM, SOURCES, PLACES)
     assert problems_of(found, nodes) == [] and kinds_of(nodes)["kernel"] == 1
 
 
@@ -107,14 +109,14 @@ def test_what_no_gather_may_hold(node: Node, said: str) -> None:  # E7
 
 def test_a_gather_without_nodes_is_missed() -> None:
     spans = [span for span in SPANS if span[0] not in (0, 1)]
-    assert problems_of(gathers_of(NODES, spans, PROGRAM, SOURCES, PLACES), NODES) == [
+    assert problems_of(gathers_of(NODES, spans, BOUND_OPS, PROGRAM, SOURCES, PLACES), NODES) == [
         "unit 0 (op 0 ag_launch unit=0 slot=0 stream=copy): the graph has no node of it"
     ]
 
 
 def test_a_graph_that_was_changed_is_refused() -> None:
     with pytest.raises(DeviceError, match="changed after its capture; capture again"):
-        gathers_of(NODES[:5], SPANS, PROGRAM, SOURCES, PLACES)
+        gathers_of(NODES[:5], SPANS, BOUND_OPS, PROGRAM, SOURCES, PLACES)
 
 
 def report(nodes: tuple[Node, ...] = NODES, **more: Any) -> GraphReport:
