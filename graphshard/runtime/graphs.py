@@ -106,7 +106,7 @@ class StepGraph:
     def look(self) -> CapturedNodes:
         """The captured graph's nodes, walked."""
         captured = self._open()
-        return CapturedNodes(self._runtime, self.shape, captured.bound, captured.graph, captured.graph.spans())
+        return CapturedNodes(self._runtime, self.shape, captured.bound, captured.graph.handle, captured.graph.spans())
 
     @property
     def is_closed(self) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from graphshard._core import Graph
 from graphshard.core.specs import StepShape
 from graphshard.runtime.attribution import GatherNodes, Places, Span, gathers_of
 from graphshard.runtime.bind import BoundProgram
@@ -29,10 +28,8 @@ if TYPE_CHECKING:
 class CapturedNodes:
     """The nodes of one captured step, walked once, and which op of its bound list each belongs to."""
 
-    def __init__(
-        self, runtime: Runtime, shape: StepShape, bound: BoundProgram, graph: Graph, spans: list[Span]
-    ) -> None:
-        """Walk `graph`, in which the ops of `bound` became the nodes that `spans` names.
+    def __init__(self, runtime: Runtime, shape: StepShape, bound: BoundProgram, graph: int, spans: list[Span]) -> None:
+        """Walk the graph with this handle, in which the ops of `bound` became the nodes that `spans` names.
 
         Raises:
             DeviceError: this process cannot walk graphs of the runtime's driver; says what to do.
