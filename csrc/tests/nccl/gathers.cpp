@@ -133,7 +133,11 @@ LITMUS(two_communicators_do_not_meet) {
     const Rank first(first_id, 2, self);
     const Rank second(second_id, 2, self);
     const Rank* ranks[] = {&first, &second};
-    for (const int turn : {0, 1}) ranks[turn]->issue(streams[turn]);  // the first use blocks the host: in one order
+    for (const int turn : {0, 1}) {  // the first use blocks the host: in one order
+      ranks[turn]->fill(0);
+      ranks[turn]->issue(streams[turn]);
+      ranks[turn]->check(streams[turn], 0);
+    }
     for (int round = 0; round < 50; ++round) {
       for (const int turn : {self, 1 - self}) {
         ranks[turn]->fill(round);
