@@ -36,8 +36,10 @@ PURPOSE = "weights"
 """Gathers of weights have a communicator for themselves."""
 NUM_WARMUPS = 2
 """Eager gathers before anything is captured: the first set up what is set up lazily."""
-END_TIMEOUT_S = 5.0
-"""The longest that closing waits for the library."""
+DESTROY_TIMEOUT_S = 5.0
+"""The longest that closing waits for peers, which destroy their ends too."""
+ABORT_TIMEOUT_S = 1.0
+"""The longest that closing waits for an abort, which is local."""
 
 
 class NcclOpening:
@@ -284,16 +286,16 @@ def end_communicator(communicator: Communicator, *, is_broken: bool = False) -> 
     """
     reason = "a captured gather that waits for a peer cannot be aborted"
     try:
-        if not (is_broken or communicator.is_broken) and communicator.destroy(END_TIMEOUT_S):
+        if not (is_broken or communicator.is_broken) and communicator.destroy(DESTROY_TIMEOUT_S):
             return None
-        if communicator.abort(END_TIMEOUT_S):
+        if communicator.abort(ABORT_TIMEOUT_S):
             return None
     except NcclError as error:
         reason = str(error)
     _left_behind.append(communicator)
     return (
-        f"communicator {communicator.name} of rank {communicator.rank} could be neither destroyed nor aborted within "
-        f"{END_TIMEOUT_S:.0f} s each: {reason}. End this process"
+        f"communicator {communicator.name!r} of rank {communicator.rank} could not be ended within "
+        f"{ABORT_TIMEOUT_S:.0f} s: {reason}; end this process"
     )
 
 
