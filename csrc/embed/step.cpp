@@ -1,0 +1,134 @@
+#include "embed/step.h"
+
+namespace graphshard {
+
+Step::Step(StepParts parts) : parts_(std::move(parts)) {
+  if (parts_.exec == nullptr || parts_.stream == nullptr) {
+    throw std::invalid_argument("a step needs its graph and the stream that it was captured from");
+  }
+  if (parts_.batch_size < 1 || parts_.tokens_per_sequence < 1) {
+    throw std::invalid_argument("step shape " + std::to_string(parts_.batch_size) + "x" +
+                                std::to_string(parts_.tokens_per_sequence) + ": both numbers start at 1");
+  }
+  if ((parts_.prefetch == nullptr) != (parts_.prefetch_stream == nullptr)) {
+    throw std::invalid_argument("a step with a prefetch list needs its stream, and the other way round");
+  }
+  check_buffers(parts_.inputs);
+  check_buffers(parts_.outputs);
+  if (parts_.order == nullptr) parts_.order = std::make_shared<StepOrder>(driver());
+  no_calls_ = std::make_shared<Calls>(std::vector<std::pair<Calls::Function, void*>>{}, std::make_shared<CallErrors>(),
+                                      nullptr);
+  finished_ = std::make_shared<Event>(driver(), false);
+}
+
+void Step::check_buffers(const std::vector<NamedBuffer>& buffers) const {
+  for (const NamedBuffer& buffer : buffers) {
+    if (buffer.name.empty() || buffer.address == 0) {
+      throw std::invalid_argument("a step's buffer '" + buffer.name + "' needs a name and an address");
+    }
+  }
+}
+
+// A foreign stream is looked up once, not for each replay.
+std::shared_ptr<Stream> Step::stream_of(CUstream handle) {
+  if (handle == parts_.stream->handle()->stream) return parts_.stream;
+  if (foreign_ == nullptr || foreign_->handle()->stream != handle) foreign_ = Stream::from_handle(driver(), handle);
+  return foreign_;
+}
+
+// With the order's mutex.
+void Step::begin_prefetch() {
+  StepOrder& order = *parts_.order;
+  if (parts_.entry == 0 || order.held == parts_.entry) return;
+  if (parts_.prefetch == nullptr) {
+    throw StateError("the step expects state " + std::to_string(parts_.entry) + " in its slots, which hold " +
+                     std::to_string(order.held) + " (0: nothing), and it has no prefetch list to bring it");
+  }
+  order.held = 0;  // until all of it is enqueued
+  if (order.was_used) parts_.prefetch_stream->wait(order.last_use);
+  parts_.prefetch->issue(no_calls_, 0, parts_.prefetch->size());
+  parts_.prefetch_stream->record(order.arrived);
+  order.has_arrived = order.is_in_flight = true;
+  order.held = parts_.entry;
+}
+
+void Step::prefetch() {
+  driver().enter();
+  const std::lock_guard<std::mutex> guard(parts_.order->mutex);
+  if (parts_.prefetch != nullptr) begin_prefetch();
+}
+
+bool Step::wait_prefetch(int64_t timeout_ns) const {
+  {
+    const std::lock_guard<std::mutex> guard(parts_.order->mutex);
+    if (!parts_.order->has_arrived) return true;
+  }
+  return parts_.order->arrived.wait(timeout_ns);
+}
+
+// With the order's mutex: `stream` comes after all that the slots were used for, and the slots hold what is expected.
+void Step::enter(Stream& stream) {
+  StepOrder& order = *parts_.order;
+  if (epoch() % 2 == 1) {
+    throw StateError("the weights are being written (epoch " + std::to_string(epoch()) +
+                     "); replay when the epoch is even");
+  }
+  begin_prefetch();
+  if (order.was_used) stream.wait(order.last_use);
+  if (order.is_in_flight) stream.wait(order.arrived);
+  order.is_in_flight = false;
+}
+
+bool Step::is_latest_over() const {
+  if (!was_replayed_) return true;
+  return is_done_armed_ ? parts_.done->load() != 0 : finished_->is_done();
+}
+
+// The word is cleared by the host, so it can speak of one replay at a time: while an earlier one may still set it, this
+// replay is waited for by an event, which comes after a tail prefetch.
+void Step::arm_done() {
+  is_done_armed_ = parts_.done.has_value() && is_latest_over();
+  if (is_done_armed_) parts_.done->store(0);
+}
+
+void Step::replay(CUstream handle) {
+  driver().enter();
+  StepOrder& order = *parts_.order;
+  const std::lock_guard<std::mutex> guard(order.mutex);
+  const std::shared_ptr<Stream> stream = stream_of(handle);
+  enter(*stream);
+  order.held = 0;  // until it is launched
+  arm_done();
+  parts_.exec->launch(*stream);
+  was_replayed_ = true;
+  stream->record(order.last_use);
+  order.was_used = true;
+  stream->record(*finished_);
+  order.held = parts_.exit;
+  ++order.num_replays;
+}
+
+bool Step::wait(int64_t timeout_ns) {
+  bool is_done_armed = false;
+  {
+    const std::lock_guard<std::mutex> guard(parts_.order->mutex);
+    if (!was_replayed_) throw StateError("the step was not replayed yet, so there is nothing to wait for");
+    is_done_armed = is_done_armed_;
+  }
+  const bool is_over = is_done_armed ? parts_.done->wait(1, timeout_ns) : finished_->wait(timeout_ns);
+  if (!is_over || parts_.calls == nullptr) return is_over;
+  try {
+    parts_.calls->check();
+  } catch (const std::exception& error) {
+    throw CallError(std::string("a host function of the step failed: ") + error.what());
+  }
+  return true;
+}
+
+void Step::upload(CUstream handle) {
+  driver().enter();
+  const std::lock_guard<std::mutex> guard(parts_.order->mutex);
+  parts_.exec->upload(*stream_of(handle));
+}
+
+}  // namespace graphshard
