@@ -72,6 +72,7 @@ FlagOps FlagBarrier::entry(FlagMode mode, uint32_t sequence, uint32_t header) co
     ops.waits.push_back(wait_op(address(rank_, peer, header_word(mode)), header, CU_STREAM_WAIT_VALUE_EQ));
   }
   if (mode == FlagMode::kCaptured) add_resets(entry_word(mode), &ops.waits);
+  if (mode == FlagMode::kEager) ops.waits.push_back(write_op(address(rank_, rank_, FlagWord::kEnteredEager), sequence));
   ops.waits.push_back(write_op(address(rank_, rank_, entry_word(mode)), 0));
   return ops;
 }

@@ -35,6 +35,7 @@ enum class FlagWord : int {
   // Of the owner's own cell only, for whoever watches. There the entry words say "waits at an entry" while not 0, and
   // the headers what the last entry was.
   kBusyCaptured = 6,  // 1 from a captured call's entry to its exit
+  kEnteredEager = 7,  // the sequence number of the last eager call whose entry was passed
 };
 
 constexpr size_t kFlagCellBytes = 64;  // no two writers share a cache line

@@ -115,9 +115,11 @@ bool Communicator::is_idle() const {
 }
 
 void Communicator::drain() {
-  const std::lock_guard lock(calls_);
   enter_driver();
-  while (flags_ && !group_.is_aborted() && !is_idle()) std::this_thread::sleep_for(kPoll);
+  for (;; std::this_thread::sleep_for(kPoll)) {
+    const std::lock_guard lock(calls_);  // given up between looks: others may ask what this one waits for
+    if (!flags_ || group_.is_aborted() || is_idle()) return;
+  }
 }
 
 void Communicator::abort() {

@@ -99,7 +99,10 @@ void Group::abort() {
   cell(rank_).state.store(RankState::kAborted);
 }
 
-void Group::leave() { cell(rank_).state.store(RankState::kDestroyed); }
+void Group::leave() {
+  RankState joined = RankState::kJoined;
+  cell(rank_).state.compare_exchange_strong(joined, RankState::kDestroyed);  // an aborted one stays that
+}
 
 ProcessId Group::process_of(int rank) const { return {cell(rank).pid.load(), cell(rank).start_time.load()}; }
 

@@ -26,11 +26,15 @@ class Progress {
 
  private:
   struct Waiting {
-    uint32_t flag;
-    uint32_t header;
-    uint32_t peer_header;
-    int peer;
+    uint32_t flag = 0;
+    uint32_t header = 0;
+    int peer = 0;
+    uint32_t peer_header = 0;
+    FlagMode peer_mode = FlagMode::kEager;
+
+    bool operator==(const Waiting& other) const;
   };
+  bool is_in(int peer, FlagMode mode, FlagMode own_mode, uint32_t own_flag) const;
   bool find_unlike(FlagMode mode, Waiting* found) const;
   uint32_t load(int writer, FlagWord word) const;
   void store(int writer, FlagWord word, uint32_t value) const;

@@ -146,6 +146,29 @@ LITMUS(a_captured_skip_is_named_and_cannot_be_aborted) {
   });
 }
 
+// Fault A5: one rank replays a graph where the other runs eagerly. Neither is let through.
+LITMUS(eager_against_captured_is_named) {
+  const ncclUniqueId id = new_unique_id();
+  Meeting meeting(2);
+  run_ranks(2, [&](int self) {
+    auto& rank = *new Rank(id, 2, self);
+    rank.warm_up();
+    auto& captured = *new Captured(rank.stream, [&] { NCCL_OK(rank.gather_unit(1)); });
+    captured.launch(rank.stream);
+    OK(cu.stream_synchronize(rank.stream));
+    fill_chunk(rank.shards.bytes(kChunkBytes), kChunkBytes, self, 1, 1);
+    if (self == 0) {
+      captured.launch(rank.stream);
+    } else {
+      NCCL_OK(rank.gather_unit(1));
+    }
+    EQUAL(nccl::kInvalidUsage, rank.comm.await_async_error());
+    TRUE(mentions(rank.comm.last_error(), self == 0 ? "(eager), this rank (0)" : "(captured), this rank (1)"));
+    TRUE(!holds_unit(rank.slots.bytes(rank.slot_bytes), kChunkBytes, 2, 1, 1));
+    meeting.wait();
+  });
+}
+
 // Faults A1, I6: a peer that never comes is no error by itself; one that aborted is.
 LITMUS(an_aborted_peer_is_a_remote_error) {
   const ncclUniqueId id = new_unique_id();

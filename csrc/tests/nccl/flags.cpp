@@ -108,7 +108,7 @@ LITMUS(flag_lists_are_as_long_as_they_say) {
     const FlagOps eager = model.barriers[0].entry(FlagMode::kEager, 5, 77);
     EQUAL(2 * peers + 2, eager.writes.size());  // header and flag for each peer, and for its own host
     EQUAL(2 * peers, count_waits(eager.waits));
-    EQUAL(2 * peers + 1, eager.waits.size());
+    EQUAL(2 * peers + 2, eager.waits.size());  // and what its own host is told
     const FlagOps captured = model.barriers[0].entry(FlagMode::kCaptured, 5, 77);
     EQUAL(2 * peers, count_waits(captured.waits));
     EQUAL(3 * peers + 1, captured.waits.size());  // the resets
