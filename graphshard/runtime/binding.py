@@ -17,6 +17,7 @@ from graphshard.core.ops import AgLaunch
 from graphshard.core.specs import StepShape
 from graphshard.runtime.bind import BoundProgram, Hooks, bind_programs
 from graphshard.runtime.compiled import Compiled
+from graphshard.runtime.device_bytes import read_bytes
 from graphshard.runtime.memory import RuntimeMemory
 from graphshard.runtime.slots import SlotTable
 
@@ -141,7 +142,7 @@ class Binding:
         """
         for slot, unit in {r.unit: (r.slot, r.unit) for r in self.plan.residencies}.values():
             self.gather_now(unit, slot)
-            self._transport.verify_unit(unit, self._memory.slot(slot).numpy().data, rank)
+            self._transport.verify_unit(unit, read_bytes(self._memory.slot(slot)), rank)
         self._slots.forget()
 
     def _reserve_streams(self) -> None:

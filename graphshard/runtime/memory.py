@@ -9,6 +9,7 @@ buffers   inputs, outputs, caches and activations; step shapes share them (steps
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,6 +22,7 @@ from graphshard.core.layout import Layout, WeightView
 from graphshard.core.sizes import align_up
 from graphshard.core.specs import BufferRole, BufferSpec, StepShape
 from graphshard.device.base import Device
+from graphshard.runtime.device_bytes import device_bytes, writing_bytes
 
 BUFFER_ALIGNMENT_BYTES = 256
 
@@ -70,9 +72,10 @@ class RuntimeMemory:
         allocate = allocate or (lambda use, num_bytes: device.allocate(num_bytes, exportable=use == "shards"))
         self.shards = allocate("shards", layout.shard_bytes) if layout.shard_bytes else None
         self.slots = allocate("slots", layout.slot_bytes) if layout.slot_bytes else None
-        self._resident_bytes = _as_bytes(_allocate(device, layout.resident_bytes))
-        self._slot_bytes = _as_bytes(self.slots)
-        self._buffer_bytes = _as_bytes(_allocate(device, buffer_bytes))
+        self._shard_bytes = device_bytes(device, self.shards)
+        self._slot_bytes = device_bytes(device, self.slots)
+        self._resident_bytes = device_bytes(device, _allocate(device, layout.resident_bytes))
+        self._buffer_bytes = device_bytes(device, _allocate(device, buffer_bytes))
 
     def slot(self, slot: int) -> Tensor:
         """The bytes of `slot` (uint8)."""
@@ -84,9 +87,9 @@ class RuntimeMemory:
         assert self.slots is not None
         return self.slots.address + self.layout.slots[slot].offset
 
-    def shard_bytes(self) -> memoryview:
-        """This rank's chunks, writable: for the loader only."""
-        return memoryview(self.shards) if self.shards is not None else memoryview(bytearray())
+    def writing_shard(self, begin: int, num_bytes: int) -> AbstractContextManager[memoryview]:
+        """`num_bytes` of this rank's chunks from `begin` on, to be written in the block: for the loader only."""
+        return writing_bytes(self._shard_bytes[begin : begin + num_bytes])
 
     def gathered(self, view: WeightView, slot: int) -> Tensor:
         """The weight `view` of a unit that lies in `slot`."""
@@ -100,9 +103,9 @@ class RuntimeMemory:
         """A copy of the weight `view` that lies in `slot` (None: resident)."""
         return private_weight(self._resident_bytes if slot is None else self.slot(slot), view)
 
-    def resident_bytes(self, view: WeightView) -> memoryview:
-        """The bytes of the resident weight `view`, writable: for the loader only."""
-        return self._resident_bytes[view.offset : view.offset + view.num_bytes].numpy().data
+    def writing_resident(self, view: WeightView) -> AbstractContextManager[memoryview]:
+        """The bytes of the resident weight `view`, to be written in the block: for the loader only."""
+        return writing_bytes(self._resident_bytes[view.offset : view.offset + view.num_bytes])
 
     def buffers(self, shape: StepShape, role: BufferRole | None = None) -> dict[str, Tensor]:
         """The buffers (of one role) as a step of `shape` sees them: caches by their first `batch_size` rows."""
@@ -169,12 +172,6 @@ def private_weight(base: Tensor, view: WeightView) -> Tensor:
 
 def _allocate(device: Device, num_bytes: int) -> Memory | None:
     return device.allocate(num_bytes) if num_bytes else None
-
-
-def _as_bytes(memory: Memory | None) -> Tensor:
-    if memory is None:
-        return torch.empty(0, dtype=torch.uint8)
-    return torch.frombuffer(memory, dtype=torch.uint8, count=memory.num_bytes)
 
 
 def _buffer_offsets(specs: Mapping[StepShape, Sequence[BufferSpec]]) -> tuple[dict[str, int], int]:

@@ -92,6 +92,7 @@ def _why_not_indexing(func: OpOverload, args: Sequence[Any]) -> str | None:
 
 
 def why_not_random(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> str | None:
+    """Why the ATen call may not be captured if it draws random numbers; None if it draws none."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return None
     given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
