@@ -88,7 +88,8 @@ typedef struct gs_tensor {
   uint64_t num_bytes;
 } gs_tensor;
 
-/* A step that Python captured, by `StepGraph.handle`, while Python still holds it. One reference, yours from then on. */
+/* A step that Python captured, by `StepGraph.handle`, while Python still holds it. One reference, yours from then on.
+ */
 GS_API gs_status gs_step_open(uint64_t handle, gs_step** step);
 GS_API void gs_step_retain(gs_step* step);
 GS_API void gs_step_release(gs_step* step);
@@ -110,8 +111,8 @@ GS_API gs_status gs_step_replay(gs_step* step, void* stream);
 /* The host waits until the outputs of the latest replay may be read (a tail prefetch may still run), then reports what
  * host functions of the step left: GS_ERROR_CALL. */
 GS_API gs_status gs_step_wait(gs_step* step, double timeout_s);
-/* Begin to gather what the step expects in its slots, beside whatever else runs, after the order's last replay. The next
- * replay waits for it on its stream, and does it itself if nobody did. */
+/* Begin to gather what the step expects in its slots, beside whatever else runs, after the order's last replay. The
+ * next replay waits for it on its stream, and does it itself if nobody did. */
 GS_API gs_status gs_step_prefetch(gs_step* step);
 GS_API gs_status gs_step_prefetch_wait(gs_step* step, double timeout_s);
 /* Move the graph to the device now, so that the first replay does not. */
@@ -229,13 +230,13 @@ typedef struct gs_step_desc {
   size_t num_inputs;
   const gs_tensor* outputs;
   size_t num_outputs;
-  gs_order* order;        /* NULL: of its own */
-  gs_list* prefetch;      /* NULL: none. Gathers what the slots hold at `entry`; all of it on one stream */
-  uint64_t entry;         /* what the slots must hold when the step begins, by a number of yours; 0: nothing */
-  uint64_t exit;          /* what they hold when it has ended; 0: nothing that can be relied on */
-  gs_memory* done;        /* NULL, or host-readable: the list writes 1 to its first word when outputs may be read */
-  const char* executor;   /* host driver only: "cooperative" (NULL) or "threaded" */
-  double lock_timeout_s;  /* how long another capture of this process may take to end */
+  gs_order* order;       /* NULL: of its own */
+  gs_list* prefetch;     /* NULL: none. Gathers what the slots hold at `entry`; all of it on one stream */
+  uint64_t entry;        /* what the slots must hold when the step begins, by a number of yours; 0: nothing */
+  uint64_t exit;         /* what they hold when it has ended; 0: nothing that can be relied on */
+  gs_memory* done;       /* NULL, or host-readable: the list writes 1 to its first word when outputs may be read */
+  const char* executor;  /* host driver only: "cooperative" (NULL) or "threaded" */
+  double lock_timeout_s; /* how long another capture of this process may take to end */
 } gs_step_desc;
 #define GS_STEP_DESC_INIT {sizeof(gs_step_desc), 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 10.0}
 
