@@ -220,9 +220,7 @@ void Communicator::all_gather(CUdeviceptr send, CUdeviceptr receive, size_t coun
   }
   if (count == 0) return;
   if (send == 0 || receive == 0) throw Failure(nccl::kInvalidArgument, "a buffer of a gather is null");
-  const std::lock_guard lock(calls_);
-  check_usable();
-  enter_driver();
+  const auto lock = begin_call();
   const GatherCall call{send, receive, count * element_bytes, stream};
   if (take_staged(call)) return;
   gather(call);
@@ -237,9 +235,7 @@ void Communicator::reduce_scatter(CUdeviceptr send, CUdeviceptr receive, size_t 
   }
   if (count == 0) return;
   if (send == 0 || receive == 0) throw Failure(nccl::kInvalidArgument, "a buffer of a reduce-scatter is null");
-  const std::lock_guard lock(calls_);
-  check_usable();
-  enter_driver();
+  const auto lock = begin_call();
   const size_t num_bytes = count * bytes_of_type(type);
   const auto num_ranks = static_cast<size_t>(group_.num_ranks());
   const CaptureState capture = capture_of(stream);

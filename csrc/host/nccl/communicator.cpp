@@ -42,10 +42,16 @@ void Communicator::check_usable() const {
   if (group_.is_aborted()) throw Failure(nccl::kInvalidUsage, "the communicator was aborted");
 }
 
-ncclWindow_t Communicator::register_window(CUdeviceptr address, size_t num_bytes) {
-  const std::lock_guard lock(calls_);
+std::unique_lock<std::mutex> Communicator::begin_call() const {
+  check_usable();
+  std::unique_lock lock(calls_);
   check_usable();
   enter_driver();
+  return lock;
+}
+
+ncclWindow_t Communicator::register_window(CUdeviceptr address, size_t num_bytes) {
+  const auto lock = begin_call();
   std::string problem;
   if (address % nccl::kWindowAlignmentBytes != 0) {
     problem = "a window begins on a multiple of " + std::to_string(nccl::kWindowAlignmentBytes) + " bytes";
@@ -62,8 +68,7 @@ ncclWindow_t Communicator::register_window(CUdeviceptr address, size_t num_bytes
 }
 
 void Communicator::deregister_window(ncclWindow_t window) {
-  const std::lock_guard lock(calls_);
-  enter_driver();
+  const auto lock = begin_call();
   for (size_t i = 0; i < windows_.size(); ++i) {
     if (handle_of(i) != window || !windows_[i].region) continue;
     windows_[i].region.reset();

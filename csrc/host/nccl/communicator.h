@@ -73,6 +73,8 @@ class Communicator {
   };
 
   void check_usable() const;
+  /// What every call begins with. Refused at once where an abort holds the lock because a graph is stuck.
+  std::unique_lock<std::mutex> begin_call() const;
   bool is_idle() const;
   /// Behind this rank's flag words; waited for by a staged hang alone.
   CUdeviceptr stuck_word() const { return flag_memory_->address() + flag_area_bytes(group_.num_ranks()); }
