@@ -52,6 +52,8 @@ class BoundProgram:
     streams: tuple[Stream, ...]
     gathers: tuple[int, ...]
     """The units that the list gathers, in the order in which they are issued."""
+    is_collective: bool
+    """Whether a gather is one collective instead of a copy a rank."""
 
     def name_gather(self, op: int) -> str:
         """`unit 12`, for the program's op that gathers it."""
@@ -113,7 +115,9 @@ def bind_program(
     used = tuple(streams[name] for name in lowered.streams)
     op_list = OpList(driver, used, lowered.num_events, ops, transport.collectives)
     gathers = tuple(op.unit for op in program.ops if isinstance(op, AgLaunch))
-    return BoundProgram(program, lowered, op_list, tuple(computes), tuple(sources), used, gathers)
+    return BoundProgram(
+        program, lowered, op_list, tuple(computes), tuple(sources), used, gathers, transport.is_collective
+    )
 
 
 def gathers_text(program: Program) -> str:

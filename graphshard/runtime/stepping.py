@@ -34,6 +34,11 @@ class Stepping(Binding):
     _control: ControlTable
     _eager: dict[StepShape, Calls]
 
+    @property
+    def is_collective(self) -> bool:
+        """Whether steps need all ranks (transport nccl): then all make the same calls, and as many."""
+        return self._transport.is_collective
+
     def step(self, shape: StepShape, bound: BoundProgram, launch: Callable[[], None], calls: Calls) -> None:
         """One step, eager or captured: prime, launch, wait for the outputs. Used by `run` and `StepGraph.replay`."""
         refuse_inside_segment("a step")
