@@ -1,6 +1,7 @@
 // NCCL libraries and communicators for Python.
 #include <nanobind/stl/optional.h>
 
+#include <chrono>
 #include <cstring>
 
 #include "bindings.h"
@@ -77,6 +78,15 @@ void reduce_scatter(Communicator& communicator, CUdeviceptr destination, CUdevic
       limit, [&] { communicator.reduce_scatter(destination, source, num_elements, type, stream, limit); });
 }
 
+// What is left of a limit after dropped graphs are gone, so that the call that follows is not refused for their sake.
+Limit limit_without_graphs(const Communicator& communicator, double timeout_s) {
+  using Clock = std::chrono::steady_clock;
+  const auto begin = Clock::now();
+  wait_bounded(timeout_s, [&](int64_t slice_ns) { return communicator.wait_unheld(slice_ns); });
+  const double taken_s = std::chrono::duration<double>(Clock::now() - begin).count();
+  return limit_of(std::max(timeout_s - taken_s, 0.0));
+}
+
 std::vector<bool> abort_all(const std::vector<std::shared_ptr<Communicator>>& communicators, double timeout_s) {
   using Clock = std::chrono::steady_clock;
   check_timeout(timeout_s);
@@ -118,7 +128,7 @@ void bind_communicator(nb::module_& m) {
       .def(
           "deregister",
           [](Communicator& communicator, const Memory& memory, double timeout_s) {
-            communicator.deregister_window(memory, limit_of(timeout_s));
+            communicator.deregister_window(memory, limit_without_graphs(communicator, timeout_s));
           },
           "memory"_a, "timeout_s"_a = kDefaultTimeoutS)
       .def("all_gather", &all_gather, "destination"_a, "source"_a, "num_bytes"_a, "stream"_a,
@@ -132,7 +142,9 @@ void bind_communicator(nb::module_& m) {
       .def_static("abort_all", &abort_all, "communicators"_a, "timeout_s"_a)
       .def(
           "destroy",
-          [](Communicator& communicator, double timeout_s) { return communicator.destroy(limit_of(timeout_s)); },
+          [](Communicator& communicator, double timeout_s) {
+            return communicator.destroy(limit_without_graphs(communicator, timeout_s));
+          },
           "timeout_s"_a);
 }
 

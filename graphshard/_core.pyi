@@ -186,7 +186,8 @@ class Communicator(Collective):
         this driver's own or does not begin at a multiple of 4096 bytes.
         """
     def deregister(self, memory: Memory, timeout_s: float = 60.0) -> None:
-        """No enqueued work may use the window any more; refused while graphs with collectives are alive."""
+        """No enqueued work may use the window any more; refused while graphs with collectives are alive (dropped ones
+        that still run are waited for)."""
     def all_gather(
         self, destination: int, source: int, num_bytes: int, stream: Stream, timeout_s: float | None = None
     ) -> None:
@@ -218,7 +219,8 @@ class Communicator(Collective):
     def destroy(self, timeout_s: float) -> bool:
         """Collective: deregister windows, finalize, destroy. False if it has not ended in time (it is broken then).
 
-        True at once if it was ended before. NcclError if it is broken (abort it) or if graphs hold it.
+        True at once if it was ended before. NcclError if it is broken (abort it), or if graphs with its collectives are
+        alive; dropped ones that still run are waited for.
         """
 
 class Calls:
@@ -333,6 +335,52 @@ class GraphExec:
     def launch(self, stream: Stream) -> None:
         """Enqueue on `stream`; launches of one exec are ordered, from whatever stream."""
     def upload(self, stream: Stream) -> None: ...
+
+class StepOrder:
+    """What embedded steps over the same slots share: one last use, and what the slots hold."""
+
+    def __init__(self, driver: Driver) -> None: ...
+    def forget(self) -> None:
+        """Rely on nothing that the slots hold: others wrote to them (a step of Python's, an update)."""
+    @property
+    def num_replays(self) -> int:
+        """Replays by C so far: what Python knew of the slots before them is worth nothing."""
+
+class Step:
+    """A captured step for a server: `gs_step_open(handle)` of graphshard.h takes a reference that outlives this one.
+
+    Owns all that it is made of: the graph, calls, streams and lists, and the objects in `keep` (buffers' memory, a torch
+    graph with its pool). Objects in `keep` must not own the Step: gc does not see such a cycle.
+    """
+
+    def __init__(
+        self,
+        exec: GraphExec,
+        stream: Stream,
+        shape: tuple[int, int],
+        inputs: Sequence[tuple[str, int, int]],
+        outputs: Sequence[tuple[str, int, int]],
+        calls: Calls | None = None,
+        order: StepOrder | None = None,
+        prefetch: OpList | None = None,
+        prefetch_stream: Stream | None = None,
+        slots: tuple[int, int] = (0, 0),
+        done: Word | None = None,
+        page: ControlPage | None = None,
+        keep: Sequence[object] = (),
+    ) -> None:
+        """`exec` was captured from `stream`; buffers are (name, address, num_bytes); shape is (batch, tokens of each).
+
+        `slots` says by numbers of the caller's what they hold when the step begins and when it has ended (0: nothing);
+        `prefetch` brings the first, on `prefetch_stream`. The graph writes 1 to `done` when outputs may be read. With
+        `page`, replays are refused while its epoch is odd.
+        """
+    @property
+    def handle(self) -> int:
+        """For `gs_step_open`, while this object lives."""
+    @property
+    def num_references(self) -> int:
+        """This one and C's."""
 
 class Word:
     """A 32-bit word in `memory` that streams write (`write_value`) and the host waits for. Never stale, unlike an event

@@ -1,5 +1,6 @@
 #include "nccl/comm_state.h"
 
+#include <iomanip>
 #include <sstream>
 
 namespace graphshard {
@@ -11,7 +12,7 @@ bool is_harmless(int result) { return result == nccl::kInvalidArgument || result
 
 std::string late_text(const char* entry_point, double timeout_s, const std::string& where) {
   std::ostringstream text;
-  text << entry_point << " did not return within " << timeout_s << " s: " << where
+  text << std::setprecision(3) << entry_point << " did not return within " << timeout_s << " s: " << where
        << "; a peer has not made the same call, or is gone. The call is left behind and the communicator is broken: "
           "abort it and look at the other ranks";
   return text.str();
@@ -46,7 +47,8 @@ void CommState::begin(const char* entry_point) {
 void CommState::check(int result, const char* entry_point, const std::string& detail) {
   if (__builtin_expect(result == nccl::kSuccess, 1)) return;
   try {
-    library->fail(result, entry_point, text() + (detail.empty() ? "" : ", " + detail));
+    library->fail(result, entry_point, text() + (detail.empty() ? "" : ", " + detail),
+                  is_claimed.load() ? nullptr : comm.load());
   } catch (const NcclError& error) {
     if (!is_harmless(result)) break_off(error.what());
     throw;

@@ -138,18 +138,16 @@ void Communicator::register_window(const Memory& memory, const Limit& limit) {
 
 void Communicator::deregister_window(const Memory& memory, const Limit& limit) {
   constexpr const char* kEntryPoint = "ncclCommWindowDeregister";
-  state_->driver.reap();
-  if (const int num_holds = state_->num_holds.load(); num_holds > 0) {
-    state_->refuse(kEntryPoint, nccl::kInvalidUsage,
-                   std::to_string(num_holds) + " graphs with its collectives are alive: drop them first");
-  }
+  check_unheld(kEntryPoint);
   ncclWindow_t handle = nullptr;
   {
     const std::lock_guard<std::mutex> guard(state_->mutex);
     const auto window = find_window(*state_, memory);
     if (window != state_->windows.end()) handle = window->handle;
   }
-  if (handle == nullptr) state_->refuse(kEntryPoint, nccl::kInvalidArgument, range_text(memory) + " has no window");
+  // One that has ended has no windows either; `run` says so.
+  if (handle == nullptr && !state_->is_refusing.load())
+    state_->refuse(kEntryPoint, nccl::kInvalidArgument, range_text(memory) + " has no window");
   state_->run(kEntryPoint, limit, [state = state_.get(), handle] {
     state->check(state->table().ncclCommWindowDeregister(state->comm.load(), handle), kEntryPoint);
   });
@@ -216,7 +214,7 @@ std::optional<std::string> Communicator::async_error() {
     state_->library->check(state_->table().ncclCommGetAsyncError(state_->comm.load(), &result), "ncclCommGetAsyncError",
                            state_->text());
     if (result == nccl::kSuccess || result == nccl::kInProgress) return std::nullopt;
-    found = state_->library->describe(result);
+    found = state_->library->describe(result, state_->comm.load());
   }
   state_->break_off("asynchronous error " + found);
   return state_->text() + ": asynchronous error " + found;

@@ -38,6 +38,9 @@ class Communicator final : public Collective {
                       const Stream& stream, const std::optional<Limit>& limit);
 
   std::shared_ptr<void> hold() override;
+  // Before `destroy` and `deregister_window`, which refuse while a graph holds this communicator: lets dropped graphs
+  // go whose work may still be running. False if some might still go after `timeout_ns`; true if waiting is of no use.
+  bool wait_unheld(int64_t timeout_ns) const;
   // What went wrong since, or why this communicator is refusing calls; nothing if all is well. From any thread.
   std::optional<std::string> async_error();
 
@@ -57,6 +60,7 @@ class Communicator final : public Collective {
  private:
   explicit Communicator(std::shared_ptr<CommState> state) : state_(std::move(state)) {}
 
+  void check_unheld(const char* entry_point) const;
   void begin_destroy();
   bool wait_for_end(const Limit& limit, const char* entry_point);
 

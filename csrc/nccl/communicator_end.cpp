@@ -5,7 +5,9 @@
 // that are left are deregistered by `destroy` itself, last registered first, and keep their memory until then. Memory
 // may be dropped at any time: it keeps the library alone, and its address range until windows, lists and graphs are
 // done with it. A communicator that is merely dropped (by gc) is aborted, which waits for nobody, on a helper thread.
+#include <chrono>
 #include <system_error>
+#include <thread>
 
 #include "nccl/communicator.h"
 
@@ -77,19 +79,34 @@ bool Communicator::abort(const Limit& limit) {
   return wait_for_end(limit, "ncclCommAbort");
 }
 
+bool Communicator::wait_unheld(int64_t timeout_ns) const {
+  using Clock = std::chrono::steady_clock;
+  constexpr auto kPause = std::chrono::microseconds(200);
+  const auto deadline = Clock::now() + std::chrono::nanoseconds(timeout_ns);
+  while (true) {
+    state_->driver.reap();
+    if (state_->num_holds.load() == 0 || state_->driver.num_retired() == 0) return true;
+    if (Clock::now() >= deadline) return false;
+    std::this_thread::sleep_for(kPause);
+  }
+}
+
+void Communicator::check_unheld(const char* entry_point) const {
+  const int num_holds = state_->num_holds.load();
+  if (num_holds == 0) return;
+  state_->refuse(entry_point, nccl::kInvalidUsage,
+                 std::to_string(num_holds) + " graphs with its collectives are alive, or not done: drop them first, " +
+                     "as NCCL waits for them forever");
+}
+
 void Communicator::begin_destroy() {
   constexpr const char* kEntryPoint = "ncclCommDestroy";
   state_->driver.enter();
-  state_->driver.reap();
   {
     const std::lock_guard<std::mutex> guard(state_->mutex);
     if (state_->ending != nullptr) return;
   }
-  if (const int num_holds = state_->num_holds.load(); num_holds > 0) {
-    state_->refuse(kEntryPoint, nccl::kInvalidUsage,
-                   std::to_string(num_holds) + " graphs with its collectives are alive, for which NCCL would wait " +
-                       "forever: drop them first");
-  }
+  check_unheld(kEntryPoint);
   state_->begin(kEntryPoint);
   state_->close("it was destroyed");
   const std::lock_guard<std::mutex> guard(state_->mutex);

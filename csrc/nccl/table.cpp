@@ -92,21 +92,20 @@ void NcclLibrary::require(const char* entry_point) const {
 
 std::string NcclLibrary::text() const { return "libnccl " + version_text(version_) + " (" + path_ + ")"; }
 
-std::string NcclLibrary::describe(int result) const {
+std::string NcclLibrary::describe(int result, ncclComm_t comm) const {
   std::string text = std::string(result_name(result)) + " (" + std::to_string(result) + ")";
   if (table_.ncclGetErrorString != nullptr) {
     if (const char* meaning = table_.ncclGetErrorString(result)) text += ", " + std::string(meaning);
   }
-  // The communicator argument is unused by NCCL so far, and may be gone after a failure.
-  const char* last = table_.ncclGetLastError != nullptr ? table_.ncclGetLastError(nullptr) : nullptr;
+  const char* last = table_.ncclGetLastError != nullptr ? table_.ncclGetLastError(comm) : nullptr;
   if (last != nullptr && *last != '\0') text += "; last error: " + std::string(last);
   return text;
 }
 
-void NcclLibrary::fail(int result, const char* entry_point, const std::string& where) const {
+void NcclLibrary::fail(int result, const char* entry_point, const std::string& where, ncclComm_t comm) const {
   throw NcclError(entry_point, result,
-                  std::string(entry_point) + " failed: " + describe(result) + (where.empty() ? "" : ", at " + where) +
-                      ", " + text());
+                  std::string(entry_point) + " failed: " + describe(result, comm) +
+                      (where.empty() ? "" : ", at " + where) + ", " + text());
 }
 
 }  // namespace graphshard

@@ -59,9 +59,11 @@ class NcclLibrary : public std::enable_shared_from_this<NcclLibrary> {
   void check(int result, const char* entry_point, const std::string& where) const {
     if (result != nccl::kSuccess) fail(result, entry_point, where);
   }
-  [[noreturn]] void fail(int result, const char* entry_point, const std::string& where) const;
+  // `comm`, if it is one that still is, may have a last error of its own.
+  [[noreturn]] void fail(int result, const char* entry_point, const std::string& where,
+                         ncclComm_t comm = nullptr) const;
   // "ncclInternalError (3), internal error - please report this issue; last error: ...".
-  std::string describe(int result) const;
+  std::string describe(int result, ncclComm_t comm = nullptr) const;
   // "libnccl 2.28.9 (/usr/lib/libnccl.so.2)".
   std::string text() const;
 
