@@ -8,14 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import nccl_programs
+import nccl_host_programs
 import pytest
 from ranks import run_on_ranks, start_processes
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "csrc" / "tests"
-DRIVER = nccl_programs.LIBRARIES / "libgraphshard_hostcuda.so"
-NCCL = nccl_programs.LIBRARIES / "libgraphshard_hostnccl.so"
+DRIVER = nccl_host_programs.LIBRARIES / "libgraphshard_hostcuda.so"
+NCCL = nccl_host_programs.LIBRARIES / "libgraphshard_hostnccl.so"
 LIMIT_S = 300  # the program itself gives each test 240 s
 ENTRY_POINTS = [
     "ncclAllGather",
@@ -76,7 +76,7 @@ def test_only_the_names_of_nccl_are_exported() -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_processes_as_ranks(world_size: int) -> None:
     """Eager and captured gathers are right; a captured one is N copies between two barriers of two nodes each."""
-    for found in run_on_ranks(nccl_programs.gather_across_processes, world_size, mode="processes"):
+    for found in run_on_ranks(nccl_host_programs.gather_across_processes, world_size, mode="processes"):
         assert found["wrong"] == []
         assert {kind: n for kind, n in found["nodes"].items() if n} == {"memcpy": world_size, "batch_mem_op": 4}
         assert found["destroyed"] and found["left"] == 0
@@ -85,7 +85,7 @@ def test_processes_as_ranks(world_size: int) -> None:
 def test_a_killed_rank_is_named_and_leaves_nothing() -> None:
     """Faults I2, I6: SIGKILL in the middle; the survivors know who, get free by an abort, and /dev/shm is as before."""
     before = sorted(path.name for path in Path("/dev/shm").iterdir())
-    with start_processes(nccl_programs.outlive_a_killed_rank, 3) as ranks:
+    with start_processes(nccl_host_programs.outlive_a_killed_rank, 3) as ranks:
         results = ranks.wait(60.0)
     assert results[1].error == "was killed by SIGKILL"
     for rank in (0, 2):
@@ -100,7 +100,7 @@ def test_a_killed_rank_is_named_and_leaves_nothing() -> None:
 
 def test_a_captured_skip_between_processes() -> None:
     """Faults A2, A13: equal sizes and another unit; visible on both ranks, wrong bytes on none, no abort out of it."""
-    found = run_on_ranks(nccl_programs.skip_a_captured_gather, 2, mode="processes")
+    found = run_on_ranks(nccl_host_programs.skip_a_captured_gather, 2, mode="processes")
     for rank in (0, 1):
         assert found[rank]["wrong"] == []
         assert f"rank {1 - rank} waits in a gather of 8192 bytes" in found[rank]["error"], found[rank]
