@@ -34,6 +34,7 @@ NB_MODULE(_core, m) {
   bind_nccl(m);
   bind_lists(m);
   bind_control(m);
+  bind_embed(m);
   m.def(
       "memcpy",
       [](uintptr_t destination, uintptr_t source, size_t num_bytes) {

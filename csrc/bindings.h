@@ -22,6 +22,7 @@ using namespace nb::literals;
 // One function per bindings_*.cpp.
 void bind_device(nb::module_& m);   // drivers, memory, streams, events
 void bind_lists(nb::module_& m);    // calls, op lists, graphs
+void bind_embed(nb::module_& m);    // steps for servers
 void bind_control(nb::module_& m);  // words, control pages
 void bind_nccl(nb::module_& m);     // NCCL libraries, communicators
 

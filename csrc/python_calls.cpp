@@ -6,6 +6,7 @@
 #include <chrono>
 #include <thread>
 
+#include "embed/step_abi.h"
 #include "runtime/driver.h"
 
 namespace graphshard {
@@ -146,6 +147,13 @@ void run_without_gil(void (*function)(void*), void* argument) {
   function(argument);
 }
 
+// A C caller's thread, which does not hold the GIL: Python's threads have given it up, others never had it.
+void run_from_outside(void (*function)(void*), void* argument) {
+  const bool had_released_gil = std::exchange(has_released_gil, true);
+  function(argument);
+  has_released_gil = had_released_gil;
+}
+
 }  // namespace
 
 ReleasedGil::ReleasedGil() : state_(PyEval_SaveThread()) { has_released_gil = true; }
@@ -196,8 +204,17 @@ void run_one_call(void* one_call) {
   Py_DECREF(call->callable);
 }
 
+std::shared_ptr<const void> keep_object(const nb::handle& object) {
+  const auto let_go = [](const PyObject* kept) {
+    const PythonSection python;
+    if (python.is_inside()) Py_DECREF(const_cast<PyObject*>(kept));
+  };
+  return std::shared_ptr<const PyObject>(object.inc_ref().ptr(), let_go);
+}
+
 void prepare_python_calls() {
   Driver::set_run_unlocked(&run_without_gil);
+  set_run_from_outside(&run_from_outside);
   nb::module_::import_("atexit").attr("register")(nb::cpp_function(&close_python_calls));
 }
 

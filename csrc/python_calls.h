@@ -35,6 +35,9 @@ struct OneCall {
 // Host function for a heap-allocated OneCall, which it frees.
 void run_one_call(void* one_call);
 
+// Keeps `object` alive until the last copy is gone, on whatever thread that happens.
+std::shared_ptr<const void> keep_object(const nanobind::handle& object);
+
 // To be called once, when the module is made: registers the end of the interpreter.
 void prepare_python_calls();
 

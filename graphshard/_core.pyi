@@ -349,8 +349,8 @@ class StepOrder:
 class Step:
     """A captured step for a server: `gs_step_open(handle)` of graphshard.h takes a reference that outlives this one.
 
-    Owns all that it is made of: the graph, calls, streams and lists, and the objects in `keep` (buffers' memory, a torch
-    graph with its pool). Objects in `keep` must not own the Step: gc does not see such a cycle.
+    Owns all that it is made of: the graph, calls, streams and lists, and the objects in `keep` (buffers' memory, a
+    torch graph with its pool). Objects in `keep` must not own the Step: gc does not see such a cycle.
     """
 
     def __init__(

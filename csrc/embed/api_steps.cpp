@@ -47,7 +47,7 @@ gs_status gs_step_open(uint64_t handle, gs_step** step) {
   return api([&] {
     need(step, "step");
     auto* found = reinterpret_cast<gs_step*>(static_cast<uintptr_t>(handle));
-    if (found == nullptr || handle % alignof(gs_step) != 0 || found->magic != kStepMagic) {
+    if (found == nullptr || handle % alignof(gs_step) != 0 || found->magic.load() != kStepMagic) {
       throw std::invalid_argument("handle " + hex(handle) + " is no step: pass StepGraph.handle, while it is open");
     }
     if (found->abi != kStepAbi) {

@@ -34,7 +34,7 @@ class CallError : public std::runtime_error {
 
 // What steps over the same slots share: their last use, and what the slots hold, by numbers that the maker of the steps
 // chooses (0: nothing that can be relied on).
-class StepOrder {
+class StepOrder : public std::enable_shared_from_this<StepOrder> {
  public:
   explicit StepOrder(Driver& driver) : last_use(driver, false), arrived(driver, false) {}
 

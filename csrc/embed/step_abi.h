@@ -37,6 +37,8 @@ constexpr uint64_t kStepAbi = 1;
 
 // One reference, for the caller.
 gs_step* new_step(StepParts parts);
+// Gives a reference back on a thread that is no caller from outside.
+void release_step(gs_step* step);
 
 // How functions of steps run: the extension's copy lets the interpreter know that the thread comes from outside.
 using RunFromOutside = void (*)(void (*function)(void*), void* argument);
@@ -46,7 +48,9 @@ void set_run_from_outside(RunFromOutside run);
 
 // The head is the same in every copy; what follows belongs to the copy that made it.
 struct gs_step {
-  uint64_t magic = graphshard::kStepMagic;
+  ~gs_step() { magic.store(0); }  // so that a handle that is used too late is likely to be refused
+
+  std::atomic<uint64_t> magic{graphshard::kStepMagic};
   uint64_t abi = graphshard::kStepAbi;
   const graphshard::StepFunctions* functions = nullptr;
 

@@ -29,8 +29,7 @@ gs_status use_step(gs_step* self, ErrorText* error, const Use& use) {
 void retain(gs_step* self) { self->num_references.fetch_add(1, std::memory_order_relaxed); }
 
 void release(gs_step* self) {
-  if (self->num_references.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
-  auto call = [&] { delete self; };
+  auto call = [&] { release_step(self); };
   from_outside(call);
 }
 
@@ -129,6 +128,10 @@ gs_step* new_step(StepParts parts) {
   made->step = std::make_unique<Step>(std::move(parts));
   made->functions = &kFunctions;
   return made.release();
+}
+
+void release_step(gs_step* step) {
+  if (step->num_references.fetch_sub(1, std::memory_order_acq_rel) == 1) delete step;
 }
 
 void set_run_from_outside(RunFromOutside run) { run_from_outside.store(run); }

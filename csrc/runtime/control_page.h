@@ -56,7 +56,7 @@ struct ControlWords {
 static_assert(std::atomic<uint64_t>::is_always_lock_free, "words are shared between processes");
 static_assert(sizeof(ControlWords) <= 4096, "the page");
 
-class ControlPage {
+class ControlPage : public std::enable_shared_from_this<ControlPage> {
  public:
   static constexpr size_t kNumBytes = 4096;
   static constexpr uint64_t kMagic = 0x6772617068736864;  // "graphshd"

@@ -17,7 +17,7 @@ struct GraphOwners {
   std::vector<std::shared_ptr<const void>> others;
 };
 
-class GraphExec {
+class GraphExec : public std::enable_shared_from_this<GraphExec> {
  public:
   ~GraphExec();
 

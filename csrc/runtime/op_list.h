@@ -8,7 +8,7 @@ namespace graphshard {
 
 class Recording;
 
-class OpList {
+class OpList : public std::enable_shared_from_this<OpList> {
  public:
   // As BoundOps.
   OpList(Driver& driver, const BoundOps::Streams& streams, size_t num_events, std::vector<Op> ops,

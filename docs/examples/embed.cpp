@@ -1,8 +1,9 @@
 // A step built from C functions and replayed without Python: two ranks, threads of this process, keep half of each
 // layer's weights and gather the other half from their peer, one layer ahead, inside a captured graph.
 //
-//   c++ -std=c++17 embed.cpp -I<package>/include -L<package>/lib -lgraphshard -Wl,-rpath,<package>/lib -pthread -o
-//   embed
+// <package> is the folder of graphshard's extension: python -c "import graphshard._core as c; print(c.__file__)"
+//
+//   c++ -pthread embed.cpp -o embed -I<package>/include -L<package>/lib -lgraphshard -Wl,-rpath,<package>/lib
 //   ./embed <package>/lib/libgraphshard_hostcuda.so [REPLAYS]        (on a GPU, compute would be kernels)
 #include <graphshard.h>
 
