@@ -18,7 +18,7 @@ from typing import Any
 
 from graphshard.core.errors import DeviceError, SpecError
 from graphshard.core.sizes import format_bytes
-from graphshard.runtime.attribution import GatherNodes, problems_of
+from graphshard.runtime.attribution import GatherNodes
 from graphshard.runtime.walk import Node
 
 
@@ -107,7 +107,7 @@ class GraphReport:
     """The whole graph's, by kind."""
     gathers: tuple[GatherRow, ...]
     problems: tuple[str, ...] = ()
-    """Only with `strict=False`: kernels in gathers and the like, a line each."""
+    """Kernels in gathers and the like, a line each; none where `strict` was asked for."""
     launch: LaunchCost | None = None
     copy_engine: CopyEngineEvidence | None = None
 
@@ -139,7 +139,10 @@ class GraphReport:
             return (
                 f"kernel nodes in {len(with_kernels)} of {len(self.gathers)} gathers: units {', '.join(with_kernels)}"
             )
-        claim = f"no kernel nodes in {len(self.gathers)} gathers"
+        captured = sum(gather.num_nodes > 0 for gather in self.gathers)
+        claim = f"no kernel nodes in {captured} gathers"
+        if captured < len(self.gathers):
+            claim += f"; {len(self.gathers) - captured} of the program's gathers are not in the graph"
         if self.copy_engine is None or self.problems:
             return claim
         shown = self.copy_engine
@@ -185,19 +188,19 @@ def kinds_of(nodes: Sequence[Node]) -> dict[str, int]:
     return dict(sorted(Counter(node.kind for node in nodes).items()))
 
 
-def judged(gathers: Sequence[GatherNodes], nodes: Sequence[Node], where: str, strict: bool) -> tuple[str, ...]:
-    """What is wrong with `gathers`: raised, or warned of and returned.
+def judge(report: GraphReport, strict: bool) -> GraphReport:
+    """`report`, unless something is wrong with its gathers: then it is refused, or warned of.
 
     Raises:
         DeviceError: `strict`, and something is wrong; names each unit, op and node.
     """
-    problems = tuple(problems_of(gathers, nodes))
-    if problems and strict:
+    where = f"rank {report.rank}, step shape {report.step_shape}"
+    if report.problems and strict:
         advice = "look at the transport's settings; strict=False reports it as a warning"
-        raise DeviceError("\n".join([f"{where}: {problem}" for problem in problems] + [advice]))
-    if problems:
-        warnings.warn(f"{where}: " + "; ".join(problems), stacklevel=4)
-    return problems
+        raise DeviceError("\n".join([f"{where}: {problem}" for problem in report.problems] + [advice]))
+    if report.problems:
+        warnings.warn(f"{where}: " + "; ".join(report.problems), stacklevel=3)
+    return report
 
 
 def check_copy_engine(shown: CopyEngineEvidence, device: str, driver_version: int, transport: str) -> None:

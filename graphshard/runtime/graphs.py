@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
@@ -13,15 +15,40 @@ from graphshard.core.errors import DeviceError
 from graphshard.core.specs import StepShape
 from graphshard.runtime.bind import BoundProgram
 from graphshard.runtime.capture_lock import capture_lock
-from graphshard.runtime.evidence import CopyEngineEvidence, GraphReport, LaunchCost
+from graphshard.runtime.evidence import CopyEngineEvidence, GraphReport, LaunchCost, judge
 from graphshard.runtime.inspection import CapturedNodes
 
 if TYPE_CHECKING:
     from graphshard.runtime.runtime import Runtime
 
 
+class Captured(Protocol):
+    """A captured list with its compute; on CUDA `runtime.cuda.CapturedStep`."""
+
+    @property
+    def bound(self) -> BoundProgram:
+        """What was captured."""
+
+    @property
+    def calls(self) -> Calls:
+        """What compute nodes call, which may raise."""
+
+    @property
+    def handle(self) -> int:
+        """The driver's graph, for walking."""
+
+    def spans(self) -> list[tuple[int, int, int, int]]:
+        """Which nodes each op became, see `_core.Graph.spans`."""
+
+    def launch(self) -> None:
+        """Enqueue a replay."""
+
+    def close(self) -> None:
+        """Give the graph back. Idempotent."""
+
+
 @dataclass(frozen=True)
-class _Captured:
+class HostCaptured:
     """What a graph keeps alive: its list's memory, its calls with their arena blocks."""
 
     graph: Graph
@@ -29,13 +56,27 @@ class _Captured:
     bound: BoundProgram
     calls: Calls
 
+    @staticmethod
+    def capture(calls: Calls, executor: str, seed: int, bound: BoundProgram) -> HostCaptured:
+        """Capture `bound` with `calls` as its compute. Nothing runs."""
+        graph = bound.op_list.capture(calls)
+        return HostCaptured(graph, graph.instantiate(executor, seed), bound, calls)
+
+    @property
+    def handle(self) -> int:
+        """See `Captured`."""
+        return self.graph.handle
+
+    def spans(self) -> list[tuple[int, int, int, int]]:
+        """See `Captured`."""
+        return self.graph.spans()
+
     def launch(self) -> None:
+        """See `Captured`."""
         self.exec.launch(self.bound.streams[0])
 
-
-def _capture(bound: BoundProgram, calls: Calls, executor: str, seed: int) -> _Captured:
-    graph = bound.op_list.capture(calls)
-    return _Captured(graph, graph.instantiate(executor, seed), bound, calls)
+    def close(self) -> None:
+        """The graph goes with its last reference."""
 
 
 class StepGraph:
@@ -46,13 +87,16 @@ class StepGraph:
         step.inputs["tokens"].copy_(tokens); step.replay(); logits = step.outputs["logits"]
     """
 
-    def __init__(self, runtime: Runtime, shape: StepShape, bound: BoundProgram, calls: Calls, executor: str) -> None:
-        """Capture `bound` with `calls` as its compute. Nothing runs.
+    def __init__(
+        self, runtime: Runtime, shape: StepShape, bound: BoundProgram, capture: Callable[[BoundProgram], Captured]
+    ) -> None:
+        """Capture `bound` by `capture`. Nothing of the step runs.
 
         Raises:
             DeviceError: the driver refused.
         """
-        self._captured: _Captured | None = _capture(bound, calls, executor, runtime.hooks.seed)
+        self._capture: Callable[[BoundProgram], Captured] | None = capture  # owns what compute was recorded into
+        self._captured: Captured | None = capture(bound)
         self.shape = shape
         self.inputs: dict[str, Tensor] = runtime.buffers(shape, "input")
         self.outputs: dict[str, Tensor] = runtime.buffers(shape, "output")
@@ -62,8 +106,9 @@ class StepGraph:
         """Run the captured step on what the inputs hold now.
 
         Order:   after everything that this runtime was asked to do before. On `host` the calling thread is the
-                 current stream, so this returns when `outputs` may be read (a tail prefetch may still run).
-        Blocks:  the host, bounded by the runtime's timeout.
+                 current stream, so this returns when `outputs` may be read (a tail prefetch may still run). On `cuda`
+                 it is torch's: what the current stream gets from now on may read them.
+        Blocks:  the host, bounded by the runtime's timeout; on `cuda` only while two steps are in flight.
         Capture: no.
 
         Raises:
@@ -77,7 +122,9 @@ class StepGraph:
 
     def num_nodes(self) -> dict[str, int]:
         """The captured graph's nodes, by kind."""
-        return {} if self._captured is None else self._captured.graph.num_nodes()
+        if isinstance(self._captured, HostCaptured):
+            return self._captured.graph.num_nodes()
+        return {} if self._captured is None else dict(Counter(node.kind for node in self.look().nodes))
 
     def report(
         self, strict: bool = True, num_launches: int = 0, copy_engine: CopyEngineEvidence | Path | None = None
@@ -101,12 +148,12 @@ class StepGraph:
             self.replay()
             launches.append(self._runtime.launch_s)
         launch = LaunchCost.of(launches) if launches else None
-        return self.look().report(strict, launch, copy_engine)
+        return judge(self.look().report(launch, copy_engine), strict)
 
     def look(self) -> CapturedNodes:
         """The captured graph's nodes, walked."""
         captured = self._open()
-        return CapturedNodes(self._runtime, self.shape, captured.bound, captured.graph.handle, captured.graph.spans())
+        return CapturedNodes(self._runtime, self.shape, captured.bound, captured.handle, captured.spans())
 
     @property
     def is_closed(self) -> bool:
@@ -114,20 +161,22 @@ class StepGraph:
         return self._captured is None
 
     def capture_again(self, bound: BoundProgram) -> None:
-        """Capture `bound` in place of what was captured, with the same calls: slots are where they were, windows not.
+        """Capture `bound` in place of what was captured, with the same compute: slots are where they were, windows not.
 
         Used by the runtime. If the driver refuses, the old graph stays, and the windows that it reads.
         """
-        if self._captured is not None:
-            plan, seed = self._runtime.plan, self._runtime.hooks.seed
+        if self._captured is not None and self._capture is not None:
             with capture_lock(f"step shape {self.shape}", self._runtime.timeout_s):
-                self._captured = _capture(bound, self._captured.calls, plan.executor, seed)
+                old, self._captured = self._captured, self._capture(bound)
+            old.close()
 
-    def _open(self) -> _Captured:
+    def _open(self) -> Captured:
         if self._captured is None:
             raise DeviceError(f"the graph of step shape {self.shape} is closed; capture again with Runtime.capture")
         return self._captured
 
     def close(self) -> None:
         """Give the graph back, and what only it kept alive. Idempotent; a later replay is refused."""
-        self._captured = None
+        if self._captured is not None:
+            self._captured.close()
+        self._captured = self._capture = None

@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from graphshard.core.specs import StepShape
-from graphshard.runtime.attribution import GatherNodes, Places, Span, gathers_of
+from graphshard.runtime.attribution import GatherNodes, Places, Span, gathers_of, problems_of
 from graphshard.runtime.bind import BoundProgram
 from graphshard.runtime.evidence import (
     CopyEngineEvidence,
     GraphReport,
     LaunchCost,
     check_copy_engine,
-    judged,
     kinds_of,
     rows_of,
 )
@@ -50,15 +49,14 @@ class CapturedNodes:
         streams = bound.lowered.streams
         return seen_nodes(self.nodes, self._spans, self._bound_ops, bound.sources, streams, self.places)
 
-    def report(self, strict: bool, launch: LaunchCost | None, shown: CopyEngineEvidence | Path | None) -> GraphReport:
-        """See `StepGraph.report`."""
+    def report(self, launch: LaunchCost | None = None, shown: CopyEngineEvidence | Path | None = None) -> GraphReport:
+        """As `StepGraph.report`; what is wrong with gathers is in it, and is no error."""
         runtime, driver = self._runtime, self._runtime.driver
         transport = runtime.plan.transport
         copy_engine = CopyEngineEvidence.load(shown) if isinstance(shown, Path) else shown
         if copy_engine is not None:
             check_copy_engine(copy_engine, driver.device_name, driver.version, transport)
         gathers = self.gathers()
-        where = f"rank {runtime.rank}, step shape {self._shape}"
         return GraphReport(
             rank=runtime.rank,
             world_size=runtime.plan.world_size,
@@ -69,7 +67,7 @@ class CapturedNodes:
             driver_version=driver.version,
             nodes=kinds_of(self.nodes),
             gathers=rows_of(gathers),
-            problems=judged(gathers, self.nodes, where, strict),
+            problems=tuple(problems_of(gathers, self.nodes)),
             launch=launch,
             copy_engine=copy_engine,
         )

@@ -111,9 +111,14 @@ def walk(driver: Driver, graph: int) -> tuple[Node, ...]:
 
 def why_no_walk(driver: Driver) -> str | None:
     """Why captured graphs of `driver` cannot be walked in this process; None if they can."""
+    return why_no_bindings() or why_not_libcuda(driver)
+
+
+def why_no_bindings() -> str | None:
+    """Why no graph can be walked with this interpreter; None if there is cuda-python."""
     if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
         return "graphs are walked with cuda-python, which is not installed: pip install 'cuda-bindings>=12.9'"
-    return why_not_libcuda(driver)
+    return None
 
 
 class CudaPython:

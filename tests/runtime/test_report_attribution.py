@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from graphshard.runtime.evidence import (
     GraphReport,
     LaunchCost,
     check_copy_engine,
-    judged,
+    judge,
     kinds_of,
     rows_of,
 )
@@ -99,19 +100,23 @@ def test_nodes_between_spans_are_compute_of_others() -> None:
 )
 def test_what_no_gather_may_hold(node: Node, said: str) -> None:  # E7
     nodes = (*NODES[:5], node, *NODES[6:])
+    found = report(nodes, problems=tuple(problems_of(gathers(nodes), nodes)))
+    assert len(found.problems) == 1 and said in found.problems[0] and said in found.text()
     with pytest.raises(DeviceError) as caught:
-        judged(gathers(nodes), nodes, "rank 1", strict=True)
-    assert said in str(caught.value) and str(caught.value).startswith("rank 1: unit 1")
-    with pytest.warns(UserWarning, match="rank 1: unit 1"):
-        problems = judged(gathers(nodes), nodes, "rank 1", strict=False)
-    assert len(problems) == 1 and said in problems[0]
+        judge(found, strict=True)
+    assert said in str(caught.value) and str(caught.value).startswith("rank 1, step shape 1x1: unit 1")
+    with pytest.warns(UserWarning, match="rank 1, step shape 1x1: unit 1"):
+        assert judge(found, strict=False) is found
 
 
 def test_a_gather_without_nodes_is_missed() -> None:
     spans = [span for span in SPANS if span[0] not in (0, 1)]
-    assert problems_of(gathers_of(NODES, spans, BOUND_OPS, PROGRAM, SOURCES, PLACES), NODES) == [
+    found = gathers_of(NODES, spans, BOUND_OPS, PROGRAM, SOURCES, PLACES)
+    assert problems_of(found, NODES) == [
         "unit 0 (op 0 ag_launch unit=0 slot=0 stream=copy): the graph has no node of it"
     ]
+    claim = replace(report(), gathers=rows_of(found)).claim
+    assert claim == "no kernel nodes in 1 gathers; 1 of the program's gathers are not in the graph"
 
 
 def test_a_graph_that_was_changed_is_refused() -> None:
