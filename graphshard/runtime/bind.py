@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from graphshard._core import Driver, OpList, Stream, Word
 from graphshard.comm.alignment import ProgressWords
@@ -18,6 +19,9 @@ from graphshard.core.program import Program
 from graphshard.core.specs import StepShape
 from graphshard.runtime.memory import RuntimeMemory
 from graphshard.verify.ranks import collectives_of
+
+if TYPE_CHECKING:
+    from graphshard.runtime.cuda.torch_cuda import TorchCuda
 
 POISON = 0xFF
 """NaN as float32, bfloat16, float16 and both FP8 formats: a missed wait never shows plausible numbers."""
@@ -36,6 +40,8 @@ class Hooks:
     """Order of the captured graph's nodes on `host`, see `_core.Graph.instantiate`."""
     skip: frozenset[int] = frozenset()
     """Units whose gathers the list lacks; waits and records for them stay."""
+    torch_cuda: TorchCuda | None = None
+    """What plays torch.cuda on a CUDA device without one."""
 
 
 @dataclass(frozen=True)

@@ -148,7 +148,7 @@ class Binding:
     def _reserve_streams(self) -> None:
         names = ["compute", "copy", *(f"copy{i}" for i in range(1, self.plan.num_copy_streams)), "copy_own", "prefetch"]
         self._streams = {name: Stream(self.driver) for name in names}
-        self._done = Word(Memory(self.driver, 4))
+        self._done = Word(Memory.allocate_host(self.driver, 4))
         self._slots = SlotTable(
             self.driver,
             len(self.layout.slots),

@@ -24,9 +24,11 @@ from graphshard.core.plan import Plan
 from graphshard.core.specs import BufferSpec, DeviceSpec, StepShape
 from graphshard.core.text import digest_of, text_of
 from graphshard.device.base import Device
+from graphshard.device.cuda import CudaDevice
 from graphshard.runtime.bind import Hooks
 from graphshard.runtime.compiled import Compiled
 from graphshard.runtime.compute import ComputeTable, segment_weights
+from graphshard.runtime.cuda.torch_cuda import TorchCuda, VendorTorchCuda
 from graphshard.runtime.fill import fill_chunks, fill_resident
 from graphshard.runtime.memory import RuntimeMemory
 from graphshard.runtime.model import SegmentedModel
@@ -106,6 +108,7 @@ def build_runtime(
         compute=ComputeTable(segmented, compiled.model, weights, filled.memory, plan.step_shapes),
         hooks=hooks,
         timeout_s=timeout_s,
+        torch_cuda=_torch_cuda(device, hooks),
     )
     return _checked(runtime, certificate, agreed if opening.why_no_rejoin is None else None, filled)
 
@@ -114,6 +117,8 @@ def _checked(runtime: Runtime, certificate: Certificate, agreed: Agreed | None, 
     """Gather every unit once; then let in whoever comes back (unless `agreed` is None), and say that this rank did."""
     group = runtime.group
     try:
+        # kernels are loaded while no peer waits in a gather: loading may wait for the device
+        group.agree("warm-up of compute", runtime.warm_up)
         group.agree("check of gathered units", runtime.check_gathers)
         if agreed is not None:
             offer = {"certificate": certificate.told(group.world_size), "device": asdict(agreed.spec)}
@@ -158,6 +163,13 @@ def _fill(
         peers = welcome.records
     transport = opening.connect(layout, memory.shards, memory.slots, checksums, peers)
     return _Filled(memory, checksums, control, transport)
+
+
+def _torch_cuda(device: Device, hooks: Hooks) -> TorchCuda | None:
+    """Who computes: torch on `device`, if it is a GPU."""
+    if not isinstance(device, CudaDevice):
+        return None
+    return hooks.torch_cuda or VendorTorchCuda(device.index)
 
 
 def _compare(group: Group, plan: Plan, certificate: Certificate, welcome: Welcome | None) -> None:

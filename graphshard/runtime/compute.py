@@ -78,6 +78,11 @@ class ComputeTable:
         self._memory = memory
         self._arena = Arena()
 
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """The model's, in order."""
+        return self._segments
+
     def state(self, shape: StepShape) -> StepState:
         """The state of steps of `shape`."""
         return self._states[shape]
@@ -85,7 +90,7 @@ class ComputeTable:
     def eager(self, shape: StepShape, computes: Sequence[Compute]) -> Calls:
         """Calls that run the segments themselves."""
         state = self._states[shape]
-        return Calls([_eager_call(state, self._segments[op.begin : op.end]) for op in computes])
+        return Calls([eager_call(state, self._segments[op.begin : op.end]) for op in computes])
 
     def captured(
         self,
@@ -120,10 +125,12 @@ class ComputeTable:
             show(unit, slot)
         segments = self._segments[op.begin : op.end]
         with lock():
-            return record(_eager_call(self._states[shape], segments), self._arena, segments[0].spec.path)
+            return record(eager_call(self._states[shape], segments), self._arena, segments[0].spec.path)
 
 
-def _eager_call(state: StepState, segments: Sequence[Segment]) -> Callable[[], None]:
+def eager_call(state: StepState, segments: Sequence[Segment]) -> Callable[[], None]:
+    """Runs `segments` on the calling thread, with the inference mode that compute has."""
+
     def call() -> None:
         _running.segment = segments[0].spec.path
         try:

@@ -345,6 +345,7 @@ class StepLoop:
 
     def _advance(self) -> None:
         """Issue the list up to the compute op of the call that is due (after the last: to the end)."""
+        self._runtime.follow_caller()
         calls, cuts = self._pieces.calls, self._pieces.cuts
         target = len(self._bound.op_list)
         if self._position < len(calls):

@@ -8,8 +8,8 @@ buffers   inputs, outputs, caches and activations; step shapes share them (steps
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -136,6 +136,15 @@ class RuntimeMemory:
         for name, spec in largest.items():
             rows.append(BufferRow(name, spec.role, base + self._buffer_offsets[name], spec.num_bytes))
         return tuple(sorted(rows, key=lambda row: row.address))
+
+    @contextmanager
+    def unchanged_buffers(self) -> Iterator[None]:
+        """All buffers hold afterwards what they held before, whatever the block did to them."""
+        snapshot = self.snapshot_buffers()
+        try:
+            yield
+        finally:
+            self.restore_buffers(snapshot)
 
     def snapshot_buffers(self) -> Tensor | None:
         """What all buffers hold, to be put back after compute was recorded on them; None, not a copy, for zeros."""

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from functools import partial
 from types import TracebackType
 
 from torch import Tensor
@@ -30,7 +31,10 @@ from graphshard.runtime.binding import leave_behind
 from graphshard.runtime.capture_lock import capture_lock
 from graphshard.runtime.compiled import Compiled
 from graphshard.runtime.compute import ComputeTable, refuse_inside_segment
-from graphshard.runtime.graphs import StepGraph
+from graphshard.runtime.cuda.compute import CudaCompute
+from graphshard.runtime.cuda.in_flight import InFlight
+from graphshard.runtime.cuda.torch_cuda import TorchCuda
+from graphshard.runtime.graphs import Captured, HostCaptured, StepGraph
 from graphshard.runtime.loop import StepLoop, StepObserver, StepPieces, StepTurn
 from graphshard.runtime.memory import BufferRow, RuntimeMemory
 from graphshard.runtime.model import StepState
@@ -53,7 +57,9 @@ class Runtime(Stepping):
         compute: ComputeTable,
         hooks: Hooks,
         timeout_s: float,
+        torch_cuda: TorchCuda | None = None,
     ) -> None:
+        """With `torch_cuda` compute is torch's on a GPU; else it is the host's."""
         super().__init__(
             compiled,
             rank=group.rank,
@@ -66,6 +72,9 @@ class Runtime(Stepping):
         )
         self.group = group
         self._control, self._compute = control, compute
+        if torch_cuda is not None:
+            self._cuda = CudaCompute(compute, torch_cuda, tuple(self._streams.values()), timeout_s=timeout_s)
+            self._in_flight = InFlight(driver)
         self.turn = StepTurn(timeout_s)
         self.observer: StepObserver | None = None
         """Told of the layers of steps that run as loops (`begin_step`); set by `attach`."""
@@ -89,9 +98,9 @@ class Runtime(Stepping):
             self.at_step_boundary()
             bound = self._bound[shape]
             if shape not in self._eager:
-                self._eager[shape] = self._compute.eager(shape, bound.computes)
-            calls = self._eager[shape]
-            self.step(shape, bound, lambda: bound.op_list.issue(calls), calls)
+                self._eager[shape] = Calls([]) if self._cuda else self._compute.eager(shape, bound.computes)
+            calls, cuda = self._eager[shape], self._cuda
+            self.step(shape, bound, lambda: cuda.issue(shape, bound) if cuda else bound.op_list.issue(calls), calls)
         return self.buffers(shape, "output")
 
     def capture(self, shapes: Iterable[StepShape] = ()) -> None:
@@ -116,9 +125,13 @@ class Runtime(Stepping):
             self._alignment.agree_on_capture(self.group, [(str(s), gathers_text(self.programs[s])) for s in due])
             for shape in due:
                 bound = self._bound[shape]
-                calls = self.recorded(shape, bound)
+                if self._cuda is not None:
+                    capture: Callable[[BoundProgram], Captured] = partial(self._capture_on_cuda, self._cuda, shape)
+                else:
+                    calls = self.recorded(shape, bound)
+                    capture = partial(HostCaptured.capture, calls, self.plan.executor, self.hooks.seed)
                 with self._capture_lock(shape):
-                    self._graphs[shape] = StepGraph(self, shape, bound, calls, self.plan.executor)
+                    self._graphs[shape] = StepGraph(self, shape, bound, capture)
 
     def recorded(self, shape: StepShape, bound: BoundProgram) -> Calls:
         """What the segments of a step of `shape` do, recorded over the weights that they read. With the lock held.
@@ -126,6 +139,26 @@ class Runtime(Stepping):
         As collective as the transport's gathers are; takes the capture lock for each segment.
         """
         return self._compute.captured(shape, bound.computes, self.gather_now, lambda: self._capture_lock(shape))
+
+    def warm_up(self) -> None:
+        """Load every kernel of compute, before peers may wait for this rank in a gather. Local. Nothing on `host`.
+
+        Buffers hold afterwards what they held.
+
+        Raises:
+            DeviceError: a segment does what no capture should hold.
+        """
+        refuse_inside_segment("warm_up")
+        with self.turn.lock:
+            self._check_ready()
+            if self._cuda is not None:
+                with self._memory.unchanged_buffers():
+                    for shape in self.programs:
+                        self._cuda.warm_up(shape, self._bound[shape].computes)
+
+    def _capture_on_cuda(self, cuda: CudaCompute, shape: StepShape, bound: BoundProgram) -> Captured:
+        with self._memory.unchanged_buffers():
+            return cuda.capture(shape, bound)
 
     def _capture_lock(self, shape: StepShape) -> AbstractContextManager[None]:
         return capture_lock(f"step shape {shape}", self.timeout_s)
@@ -301,6 +334,8 @@ class Runtime(Stepping):
             for graph in self._graphs.values():
                 graph.close()
             self._graphs.clear()
+            if self._cuda is not None:
+                self._cuda.close()
             self._eager.clear()
             self._bound.clear()
             self._control.mine.set_state(CLOSED)

@@ -15,6 +15,8 @@ from graphshard.core.specs import StepShape
 from graphshard.runtime.bind import BoundProgram
 from graphshard.runtime.binding import Binding
 from graphshard.runtime.compute import refuse_inside_segment
+from graphshard.runtime.cuda.compute import CudaCompute
+from graphshard.runtime.cuda.in_flight import InFlight
 from graphshard.runtime.loop import StepTurn
 
 
@@ -33,6 +35,10 @@ class Stepping(Binding):
     """`time.perf_counter()` when the host began to wait for the last step."""
     _control: ControlTable
     _eager: dict[StepShape, Calls]
+    _cuda: CudaCompute | None = None
+    """Who computes on a GPU; None on `host`."""
+    _in_flight: InFlight | None = None
+    """On a GPU, steps whose end the host has not waited for."""
 
     @property
     def is_collective(self) -> bool:
@@ -57,6 +63,9 @@ class Stepping(Binding):
         """Make the slots hold what the program expects. Used by steps, with the lock held."""
         self._check_ready()
         self._check_generations(shape)
+        late = self._in_flight.make_room(self._alignment.wait) if self._in_flight is not None else None
+        if late is not None:
+            raise self.late_error(late.what, late.detail())
         number = self._num_steps + 1
         self._alignment.check(f"step {number}")
         self._alignment.begin_step(number)
@@ -70,16 +79,32 @@ class Stepping(Binding):
         self._num_steps += 1
         awaited = self._awaited(self._num_steps, shape, bound, is_eager)
         self.handed_over_s = time.perf_counter()
+        if self._cuda is not None and self._in_flight is not None:
+            self._cuda.let_caller_go_on()
+            self._in_flight.launched(bound.streams[0], awaited)
+            self._control.mine.set_progress(self._num_steps, len(bound.program.ops))
+            return
         if not self._alignment.wait(lambda timeout_s: self._done.wait(1, timeout_s), awaited):
-            raise self.late_error(shape, bound, is_eager)
+            raise self.late_error(awaited.what, awaited.detail())
         calls.check()
         self._control.mine.set_progress(self._num_steps, len(bound.program.ops))
 
+    def follow_caller(self) -> None:
+        """On a GPU: what is issued from now on waits for what the caller's current stream has. Used by loops."""
+        if self._cuda is not None:
+            self._cuda.follow_caller()
+
     def wait_for_layer(self, shape: StepShape, bound: BoundProgram) -> None:
-        """Until what a loop issued so far has been done, its next layer's weights included. With the lock held."""
+        """Until what a loop issued so far has been done, its next layer's weights included. With the lock held.
+
+        On a GPU the caller's current stream waits, not the host.
+        """
+        if self._cuda is not None:
+            self._cuda.let_caller_go_on()
+            return
         awaited = replace(self._awaited(self._num_steps + 1, shape, bound, is_eager=True), is_all=False)
         if not self._alignment.wait(bound.streams[0].synchronize, awaited):
-            raise self.late_error(shape, bound, True)
+            raise self.late_error(awaited.what, awaited.detail())
 
     def abort_step(self, bound: BoundProgram, issue_rest: Callable[[], None] | None) -> None:
         """A part of the program was enqueued, and no more compute will be. Used by loops, with the lock held.
@@ -125,12 +150,9 @@ class Stepping(Binding):
         pending = bound.first_pending if is_eager else str
         return Awaited(step_text(number, shape, is_eager), number, pending, bound.name_gather)
 
-    def late_error(self, shape: StepShape, bound: BoundProgram, is_eager: bool) -> CommError:
-        """The step did not get on in time; the next one is refused until it has ended."""
+    def late_error(self, what: str, detail: str) -> CommError:
+        """`what` did not get on in time; the next step is refused until it has ended."""
         self._late = True
-        where = bound.first_pending() if is_eager else ""
         return CommError(
-            f"rank {self.rank} waited {self.timeout_s:.1f} s for step {self._num_steps} of shape {shape} "
-            f"({'eager' if is_eager else 'graph'}){where}; "
-            f"peers: {self._control.describe()}"
+            f"rank {self.rank} waited {self.timeout_s:.1f} s for {what}{detail}; peers: {self._control.describe()}"
         )

@@ -17,7 +17,8 @@ from graphshard.core.plan import Plan
 from graphshard.core.specs import SegmentSpec, StepShape
 from graphshard.device import open_device
 from graphshard.runtime.bind import BoundProgram, Hooks
-from graphshard.runtime.cuda import CapturedStep, CudaCompute
+from graphshard.runtime.cuda.compute import CudaCompute
+from graphshard.runtime.cuda.step import CapturedStep
 from graphshard.runtime.model import Segment, StepState
 from graphshard.runtime.runtime import Runtime
 from graphshard.schedule.auto import make_plan
@@ -64,9 +65,8 @@ class Rig:
     def __init__(self, runtime: Runtime, model: KernelModel, torch_cuda: FakeTorchCuda, plot: Plot) -> None:
         self.runtime, self.model, self.torch_cuda, self.plot = runtime, model, torch_cuda, plot
         self.shapes = sorted(runtime.programs, reverse=True)
-        states = {shape: runtime.state(shape) for shape in self.shapes}
         self.streams = tuple(runtime._streams.values())
-        self.compute = CudaCompute(model.segments, states, torch_cuda, self.streams, timeout_s=TIMEOUT_S)
+        self.compute = CudaCompute(runtime._compute, torch_cuda, self.streams, timeout_s=TIMEOUT_S)
         plot.runs.clear()
 
     @property

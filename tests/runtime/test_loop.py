@@ -280,7 +280,7 @@ def test_late_weights_are_named_and_the_runtime_recovers() -> None:
         for layer in (0, 1):
             step.before_layer(layer)
             step.after_layer(layer)
-        expected = rf"rank 0 waited 0.2 s for step 0 .* first op that is not done is op {gather} ag_launch unit=2"
+        expected = rf"rank 0 waited 0.2 s for step 1 .* first op that is not done is op {gather} ag_launch unit=2"
         with pytest.raises(graphshard.CommError, match=expected):
             step.before_layer(2)
         with pytest.raises(graphshard.DeviceError, match="still running"):

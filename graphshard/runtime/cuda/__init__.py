@@ -1,7 +1,9 @@
-"""Compute on a CUDA device: segments run by torch on our compute stream, captured by `torch.cuda.graph`."""
+"""Compute on a CUDA device: segments run by torch on our compute stream, captured by `torch.cuda.graph`.
 
-from graphshard.runtime.cuda.compute import CudaCompute
-from graphshard.runtime.cuda.step import CapturedStep
-from graphshard.runtime.cuda.torch_cuda import TorchCuda, VendorTorchCuda
-
-__all__ = ["CapturedStep", "CudaCompute", "TorchCuda", "VendorTorchCuda"]
+torch_cuda   every call of torch.cuda, behind a seam that tests play
+compute      eager steps, warm-ups and captures
+window       what holds while a capture is open
+watch        what no capture should hold, refused by the op's name
+step         a captured step
+in_flight    steps that the host does not wait for
+"""

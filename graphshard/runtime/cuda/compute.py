@@ -7,7 +7,7 @@ driver calls and kernels become nodes of one graph.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from graphshard._core import Calls, Recording, Stream
@@ -15,7 +15,7 @@ from graphshard.core.errors import CommError, DeviceError, ProgramError
 from graphshard.core.lowering import Compute
 from graphshard.core.specs import StepShape
 from graphshard.runtime.bind import BoundProgram
-from graphshard.runtime.compute import _eager_call
+from graphshard.runtime.compute import ComputeTable, eager_call
 from graphshard.runtime.cuda.step import CapturedStep
 from graphshard.runtime.cuda.torch_cuda import TorchCuda, TorchGraph
 from graphshard.runtime.cuda.watch import WarmUpWatch
@@ -51,15 +51,14 @@ class CudaCompute:
 
     def __init__(
         self,
-        segments: Sequence[Segment],
-        states: Mapping[StepShape, StepState],
+        table: ComputeTable,
         torch_cuda: TorchCuda,
         streams: Sequence[Stream],
         *,
         timeout_s: float,
     ) -> None:
-        """`streams` are all of the runtime's, the compute stream first."""
-        self._segments, self._states = tuple(segments), dict(states)
+        """`table` has the segments; `streams` are all of the runtime's, the compute stream first."""
+        self._table = table
         self._torch, self._streams = torch_cuda, tuple(streams)
         self._compute = self._streams[0]
         self._timeout_s = timeout_s
@@ -128,6 +127,14 @@ class CudaCompute:
         self._steps.clear()
         self._pool = None
 
+    def follow_caller(self) -> None:
+        """What is enqueued on the compute stream from now on waits for what the caller's current stream has now."""
+        self._torch.wait_for_current(self._compute.handle)
+
+    def let_caller_go_on(self) -> None:
+        """What the caller's current stream gets from now on waits for what the compute stream has now."""
+        self._torch.continue_after(self._compute.handle)
+
     # --- inside ---
 
     @contextmanager
@@ -186,14 +193,14 @@ class CudaCompute:
             raise watch.error
 
     def _run(self, shape: StepShape, op: Compute, doing: str) -> None:
-        for segment in self._segments[op.begin : op.end]:
-            self._run_segment(self._states[shape], segment, doing)
+        for segment in self._table.segments[op.begin : op.end]:
+            self._run_segment(self._table.state(shape), segment, doing)
 
     def _run_segment(self, state: StepState, segment: Segment, doing: str) -> None:
         """Run `segment` on the current stream, the compute stream."""
         path = segment.spec.path
         try:
-            _eager_call(state, (segment,))()
+            eager_call(state, (segment,))()
         except (DeviceError, RuntimeError) as error:
             if doing == RUN:  # the segment's own error, as it raised it
                 raise

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from graphshard._core import Recording
+from graphshard._core import Calls, Recording
 from graphshard.core.errors import DeviceError
 from graphshard.runtime.bind import BoundProgram
 from graphshard.runtime.cuda.torch_cuda import TorchCuda, TorchGraph
@@ -21,8 +21,11 @@ class CapturedStep:
     def __init__(self, graph: TorchGraph, recording: Recording, bound: BoundProgram, torch_cuda: TorchCuda) -> None:
         self._graph: TorchGraph | None = graph
         self._recording: Recording | None = recording
-        self._bound: BoundProgram | None = bound
+        self._compute = bound.streams[0]
         self._torch = torch_cuda
+        self.bound = bound
+        self.calls = Calls([])
+        """None: torch's kernels are in the graph."""
 
     @property
     def is_closed(self) -> bool:
@@ -38,6 +41,10 @@ class CapturedStep:
         """
         return self._open()[0].raw_cuda_graph()
 
+    def spans(self) -> list[tuple[int, int, int, int]]:
+        """Which nodes each of our ops became, see `_core.Recording.spans`; the others are torch's."""
+        return self._open()[1].spans()
+
     def launch(self) -> None:
         """Enqueue a replay, ordered on the caller's current stream: after all it has, before all it gets from now on.
 
@@ -49,8 +56,8 @@ class CapturedStep:
         Raises:
             DeviceError: the step was closed.
         """
-        graph, bound = self._open()
-        compute = bound.streams[0].handle
+        graph, _ = self._open()
+        compute = self._compute.handle
         self._torch.wait_for_current(compute)
         with self._torch.on_stream(compute):
             graph.replay()
@@ -65,9 +72,8 @@ class CapturedStep:
             self._graph.reset()
         self._graph = None
         self._recording = None
-        self._bound = None
 
-    def _open(self) -> tuple[TorchGraph, BoundProgram]:
-        if self._graph is None or self._bound is None:
+    def _open(self) -> tuple[TorchGraph, Recording]:
+        if self._graph is None or self._recording is None:
             raise DeviceError("this captured step is closed; capture again with Runtime.capture")
-        return self._graph, self._bound
+        return self._graph, self._recording
