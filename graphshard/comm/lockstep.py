@@ -222,11 +222,9 @@ class Lockstep:
         text = f"rank {self._rank} waited {self._timeout_s:.1f} s for {what}"
         if behind:
             here = _ranks([rank for rank in range(len(pages)) if rank not in behind])
-            missing = "; ".join(f"{self._state_text(rank)}{self._control.progress(rank)}" for rank in behind)
-            came = (
-                f"chunks of {here} arrived, {_ranks(behind)}'s" if op >= 0 else f"{here} came to it, {_ranks(behind)}"
-            )
-            text += f": {came} did not; {missing}"
+            theirs = f"rank {behind[0]}'s" if len(behind) == 1 else f"those of {_ranks(behind)}"
+            came = f"chunks of {here} arrived, {theirs}" if op >= 0 else f"{here} came to it, {_ranks(behind)}"
+            text += f": {came} did not; {self._missing_text(behind)}"
         elif ahead:
             text += f": {_ranks(ahead)} went on, this rank itself is behind{awaited.detail()}"
         else:
@@ -234,10 +232,14 @@ class Lockstep:
         culprit = behind[0] if behind else self._rank if ahead else -1
         return self._fail(TIMEOUT, text, op=op, step=awaited.step, culprit=culprit)
 
-    def _state_text(self, rank: int) -> str:
-        """`it is stopped, ` where that explains it."""
-        state = self._control.state(rank)
-        return "" if state == "live" else f"it is {state}, "
+    def _missing_text(self, ranks: Sequence[int]) -> str:
+        """`it is stopped, it last finished op 27 of step 417`, of each of `ranks`."""
+        found = []
+        for rank in ranks:
+            state = self._control.state(rank)
+            why = "" if state == "live" else f"it is {state}, "
+            found.append((f"rank {rank}: " if len(ranks) > 1 else "") + why + self._control.progress(rank))
+        return "; ".join(found)
 
     def _fail(self, kind: int, text: str, unit: int = -1, op: int = -1, step: int = -1, culprit: int = -1) -> CommError:
         self._broken = text

@@ -36,7 +36,7 @@ PURPOSE = "weights"
 """Gathers of weights have a communicator for themselves."""
 NUM_WARMUPS = 2
 """Eager gathers before anything is captured: the first set up what is set up lazily."""
-DESTROY_TIMEOUT_S = 5.0
+DESTROY_TIMEOUT_S = 2.0
 """The longest that closing waits for peers, which destroy their ends too."""
 ABORT_TIMEOUT_S = 1.0
 """The longest that closing waits for an abort, which is local."""
@@ -285,13 +285,14 @@ def end_communicator(communicator: Communicator, *, is_broken: bool = False) -> 
     Destroying wants all ranks, so one that is alone waits out the limit.
     """
     reason = "a captured gather that waits for a peer cannot be aborted"
-    try:
-        if not (is_broken or communicator.is_broken) and communicator.destroy(DESTROY_TIMEOUT_S):
-            return None
-        if communicator.abort(ABORT_TIMEOUT_S):
-            return None
-    except NcclError as error:
-        reason = str(error)
+    if not (is_broken or communicator.is_broken):
+        try:
+            if communicator.destroy(DESTROY_TIMEOUT_S):
+                return None
+        except NcclError as error:
+            reason = str(error)
+    if communicator.abort(ABORT_TIMEOUT_S):
+        return None
     _left_behind.append(communicator)
     return (
         f"communicator {communicator.name!r} of rank {communicator.rank} could not be ended within "
