@@ -113,9 +113,8 @@ uint64_t ControlPage::post_issue(uint64_t hash, uint64_t what) {
   const uint64_t number = num_issues() + 1;
   ControlWords::Entry& entry = words_->issues[number % words_->issues.size()];
   entry.number.store(0, std::memory_order_relaxed);
-  std::atomic_thread_fence(std::memory_order_release);  // a reader that sees the new hash sees no old number
-  entry.hash.store(hash, std::memory_order_relaxed);
-  entry.what.store(what, std::memory_order_relaxed);
+  entry.hash.store(hash, std::memory_order_release);  // a reader that sees the new hash sees no old number
+  entry.what.store(what, std::memory_order_release);
   entry.number.store(number, std::memory_order_release);
   words_->num_issues.store(number, std::memory_order_release);
   return number;
@@ -124,8 +123,7 @@ uint64_t ControlPage::post_issue(uint64_t hash, uint64_t what) {
 std::optional<Issue> ControlPage::issue(uint64_t number) const {
   const ControlWords::Entry& entry = words_->issues[number % words_->issues.size()];
   if (number == 0 || entry.number.load(std::memory_order_acquire) != number) return std::nullopt;
-  const Issue issue{number, entry.hash.load(std::memory_order_relaxed), entry.what.load(std::memory_order_relaxed)};
-  std::atomic_thread_fence(std::memory_order_acquire);
+  const Issue issue{number, entry.hash.load(std::memory_order_acquire), entry.what.load(std::memory_order_acquire)};
   if (entry.number.load(std::memory_order_relaxed) != number) return std::nullopt;  // overwritten meanwhile
   return issue;
 }
