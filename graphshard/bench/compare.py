@@ -102,6 +102,12 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(a, b)
 
 
+def _wait(runtime: Runtime) -> None:
+    """Until a step is over: on a GPU it returns when it is enqueued."""
+    if not runtime.driver.is_host:
+        torch.cuda.synchronize()
+
+
 def _time(group: Group, runtime: Runtime, shape: StepShape, num_steps: int) -> dict[str, Samples]:
     """Both runs in turns, each step from a barrier on, so all ranks work at once (collective)."""
     graph = runtime.graph(shape.batch_size, shape.tokens_per_sequence)
@@ -116,6 +122,7 @@ def _time(group: Group, runtime: Runtime, shape: StepShape, num_steps: int) -> d
                 group.barrier("before a step")
                 begin = time.perf_counter()
                 steps[run]()
+                _wait(runtime)
                 elapsed = time.perf_counter() - begin
                 if at:
                     samples[run].step_ms.append(elapsed * 1e3)

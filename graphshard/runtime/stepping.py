@@ -32,7 +32,7 @@ class Stepping(Binding):
     launch_s = 0.0
     """How long the host was busy with handing the last step to the driver: with its ops, or with one graph launch."""
     handed_over_s = 0.0
-    """`time.perf_counter()` when the host began to wait for the last step."""
+    """`time.perf_counter()` when the last step was enqueued."""
     _control: ControlTable
     _eager: dict[StepShape, Calls]
     _cuda: CudaCompute | None = None
@@ -79,8 +79,7 @@ class Stepping(Binding):
         self._num_steps += 1
         awaited = self._awaited(self._num_steps, shape, bound, is_eager)
         self.handed_over_s = time.perf_counter()
-        if self._cuda is not None and self._in_flight is not None:
-            self._cuda.let_caller_go_on()
+        if self._in_flight is not None:
             self._in_flight.launched(bound.streams[0], awaited)
             self._control.mine.set_progress(self._num_steps, len(bound.program.ops))
             return
@@ -94,13 +93,18 @@ class Stepping(Binding):
         if self._cuda is not None:
             self._cuda.follow_caller()
 
+    def let_caller_go_on(self) -> None:
+        """On a GPU: what the caller's current stream gets from now on waits for what was issued. Used by loops."""
+        if self._cuda is not None:
+            self._cuda.let_caller_go_on()
+
     def wait_for_layer(self, shape: StepShape, bound: BoundProgram) -> None:
         """Until what a loop issued so far has been done, its next layer's weights included. With the lock held.
 
         On a GPU the caller's current stream waits, not the host.
         """
         if self._cuda is not None:
-            self._cuda.let_caller_go_on()
+            self.let_caller_go_on()
             return
         awaited = replace(self._awaited(self._num_steps + 1, shape, bound, is_eager=True), is_all=False)
         if not self._alignment.wait(bound.streams[0].synchronize, awaited):
