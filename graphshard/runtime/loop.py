@@ -290,6 +290,7 @@ class StepLoop:
             if self.due is not None:
                 self._refuse("end() was called")
             try:
+                self._runtime.let_caller_go_on()
                 self._runtime.finish_step(self._shape, self._bound, self._calls, True)
             except BaseException:
                 self.give_up("it did not end in time")

@@ -330,6 +330,7 @@ class Runtime(Stepping):
             self._closed = True
             self._admission.close()
             if self._alignment.broken is None:  # else what is enqueued waits for peers that will not come
+                self.follow_caller()  # who may read outputs still
                 self._drain()
             for graph in self._graphs.values():
                 graph.close()
