@@ -28,13 +28,13 @@ _HOST_WINDOWS = 141
 class CudaDevice:
     """One GPU, or one MIG instance, by its visible index."""
 
-    def __init__(self, index: int = 0, *, library: str = LIBRARY_NAME) -> None:
-        """Open the driver and retain the device's primary context.
+    def __init__(self, index: int = 0, *, library: str = LIBRARY_NAME, same_gpu: bool = False) -> None:
+        """Open the driver and retain the device's primary context; with `same_gpu` other ranks may use it too.
 
         Raises:
             DeviceError: no driver, no such device, or one without exportable memory.
         """
-        self.index = index
+        self.index, self.same_gpu = index, same_gpu
         try:
             self._driver = Driver(library, index)
         except DriverError as error:

@@ -23,10 +23,10 @@ def open_device(name: str = "host", num_ranks: int = 1, *, local_rank: int = 0, 
     if name == "host":
         return HostDevice(num_ranks)
     if name == "cuda":
-        return CudaDevice(cuda_index(local_rank, same_gpu=same_gpu))
+        return CudaDevice(cuda_index(local_rank, same_gpu=same_gpu), same_gpu=same_gpu)
     kind, _, index = name.partition(":")
     if kind == "cuda" and index.isascii() and index.isdecimal():
-        return CudaDevice(int(index))
+        return CudaDevice(int(index), same_gpu=same_gpu)
     raise DeviceError(f"device {name!r} is unknown: host, cuda, cuda:<index>")
 
 

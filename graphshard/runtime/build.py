@@ -14,6 +14,7 @@ import torch
 
 from graphshard.comm.certificate import Certificate, agree_min, exchange
 from graphshard.comm.control import ControlTable
+from graphshard.comm.devices import compare_devices, probe_pull
 from graphshard.comm.doors import own_record
 from graphshard.comm.group import Group
 from graphshard.comm.open import open_transport
@@ -56,7 +57,8 @@ def agree_on_device(group: Group, device: Device) -> Iterator[Agreed]:
 
 
 def agreed_device_spec(group: Group, device: Device) -> DeviceSpec:
-    """The least of all ranks' numbers (collective)."""
+    """The least of all ranks' numbers (collective). DeviceError if two ranks are on one GPU."""
+    compare_devices(group, device)
     spec = device.spec()
     return replace(
         spec,
@@ -94,6 +96,8 @@ def build_runtime(
     certificate = _certificate(compiled, device, buffers, opening)
     _compare(group, plan, certificate, welcome)
     with closing(opening):
+        if name == "pull" and device.kind == "cuda" and welcome is None and plan.units:
+            probe_pull(group, device, timeout_s)
         opening.start()
         filled = _fill(compiled, source, group, device, buffers, opening, welcome)
     weights = segment_weights(compiled.model, plan, compiled.layout, filled.memory)

@@ -30,7 +30,7 @@ class Rank:
     """This rank's runtime on a GPU of its own, as far as it can tell."""
 
     def __init__(self, group: Group, **choices: object) -> None:
-        self.device = CudaDevice(0, library=str(library_path()))
+        self.device = CudaDevice(0, library=str(library_path()), same_gpu=True)
         self.torch_cuda, self.plot = FakeTorchCuda(self.device.driver), Plot()
         self.model = KernelModel(self.torch_cuda, self.plot)
         stalls = choices.pop("stalls", {})

@@ -22,6 +22,11 @@ class PlayedStream:
         return f"stream {self.cuda_stream:#x}"
 
 
+class PlayedGraph:
+    def __init__(self, keep_graph: bool = False) -> None:
+        self.keep_graph = keep_graph
+
+
 class PlayedTorch:
     """What `torch.cuda` is replaced by, attribute by attribute; `log` is in order."""
 
@@ -42,10 +47,6 @@ class PlayedTorch:
             def wait(self, stream: PlayedStream) -> None:
                 played.log.append(f"{stream} waits")
 
-        class CUDAGraph:
-            def __init__(self, keep_graph: bool = False) -> None:
-                self.keep_graph = keep_graph
-
         @contextmanager
         def device(wanted: torch.device) -> Iterator[None]:
             before, played.device_index = played.device_index, wanted.index
@@ -65,7 +66,7 @@ class PlayedTorch:
         class Graph:
             """As torch.cuda.graph: if the capture cannot be ended, its stream stays the current one."""
 
-            def __init__(self, graph: CUDAGraph, **arguments: Any) -> None:
+            def __init__(self, graph: PlayedGraph, **arguments: Any) -> None:
                 played.graph_arguments = {"graph": graph, **arguments}
 
             def __enter__(self) -> None:
@@ -79,7 +80,7 @@ class PlayedTorch:
                 played.current = self._before
 
         names = {
-            "Event": Event, "CUDAGraph": CUDAGraph, "ExternalStream": PlayedStream, "graph": Graph,
+            "Event": Event, "CUDAGraph": PlayedGraph, "ExternalStream": PlayedStream, "graph": Graph,
             "device": device, "stream": stream, "graph_pool_handle": lambda: (0, 7),
             "current_stream": lambda device: played.current,
             "set_stream": lambda stream: setattr(played, "current", stream),
