@@ -116,7 +116,9 @@ void bind_communicator(nb::module_& m) {
       .def(
           "allocate",
           [](Communicator& communicator, size_t num_bytes, double timeout_s) {
-            return communicator.allocate(num_bytes, limit_of(timeout_s));
+            auto loan = communicator.borrow(num_bytes, limit_of(timeout_s));
+            const ReleasedGil released;
+            return communicator.adopt(std::move(loan));
           },
           "num_bytes"_a, "timeout_s"_a = kDefaultTimeoutS)
       .def(

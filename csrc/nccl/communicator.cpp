@@ -104,7 +104,7 @@ std::shared_ptr<Communicator> Communicator::open(std::shared_ptr<NcclLibrary> li
   return std::shared_ptr<Communicator>(new Communicator(std::move(state)));
 }
 
-std::shared_ptr<Memory> Communicator::allocate(size_t num_bytes, const Limit& limit) {
+Communicator::Loan Communicator::borrow(size_t num_bytes, const Limit& limit) {
   constexpr const char* kEntryPoint = "ncclMemAlloc";
   const size_t reserved_bytes = Memory::reserved_bytes(state_->driver, num_bytes, kEntryPoint);
   auto lent = std::make_shared<LentMemory>(state_->library);
@@ -114,7 +114,11 @@ std::shared_ptr<Memory> Communicator::allocate(size_t num_bytes, const Limit& li
     if (lent->pointer == nullptr) state->check(nccl::kInternalError, kEntryPoint, detail + ", of which came none");
   });
   const auto address = reinterpret_cast<CUdeviceptr>(lent->pointer);
-  return Memory::adopt(state_->driver, address, num_bytes, reserved_bytes, std::move(lent));
+  return {address, num_bytes, reserved_bytes, std::move(lent)};
+}
+
+std::shared_ptr<Memory> Communicator::adopt(Loan loan) const {
+  return Memory::adopt(state_->driver, loan.address, loan.num_bytes, loan.reserved_bytes, std::move(loan.lender));
 }
 
 void Communicator::register_window(const Memory& memory, const Limit& limit) {

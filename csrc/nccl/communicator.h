@@ -20,8 +20,16 @@ class Communicator final : public Collective {
                                             int world_size, int rank, const std::string& name, const Limit& limit);
   ~Communicator() override;
 
-  // Memory from ncclMemAlloc, zeroed, in whole granules. It keeps the library, not this communicator.
-  std::shared_ptr<Memory> allocate(size_t num_bytes, const Limit& limit);
+  // What ncclMemAlloc gave, in whole granules: it keeps the library, not this communicator.
+  struct Loan {
+    CUdeviceptr address;
+    size_t num_bytes;
+    size_t reserved_bytes;
+    std::shared_ptr<void> lender;
+  };
+  Loan borrow(size_t num_bytes, const Limit& limit);
+  // That as memory of the driver, zeroed.
+  std::shared_ptr<Memory> adopt(Loan loan) const;
   // Collective, in the same order on all ranks. A window is a whole memory, which is kept until it is deregistered.
   void register_window(const Memory& memory, const Limit& limit);
   void deregister_window(const Memory& memory, const Limit& limit);

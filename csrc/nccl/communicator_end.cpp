@@ -23,10 +23,12 @@ void destroy_on_helper(CommState& state) {
   }
   const NcclTable& table = state.table();
   for (auto window = windows.rbegin(); window != windows.rend(); ++window) {
+    if (state.is_claimed.load()) return;  // aborted, while a call before this one was stuck
     state.check(table.ncclCommWindowDeregister(state.comm.load(), window->handle), "ncclCommWindowDeregister");
   }
+  if (state.is_claimed.load()) return;
   state.check(table.ncclCommFinalize(state.comm.load()), "ncclCommFinalize");
-  if (!state.claim()) return;  // aborted meanwhile
+  if (!state.claim()) return;
   state.check(table.ncclCommDestroy(state.comm.load()), "ncclCommDestroy");
   state.comm.store(nullptr);
   const std::lock_guard<std::mutex> guard(state.mutex);
@@ -35,6 +37,7 @@ void destroy_on_helper(CommState& state) {
 
 // Starts an abort unless the communicator is gone or going. Refused in a forked child and at the process's end.
 void begin_abort_of(const std::shared_ptr<CommState>& state) {
+  if (state->is_claimed.load()) return;
   state->break_off("it was aborted");
   const std::lock_guard<std::mutex> guard(state->mutex);
   if (!state->claim()) return;

@@ -8,6 +8,8 @@ namespace graphshard {
 
 namespace {
 
+constexpr int kTimeout = 8;  // from 2.32 on
+
 const char* result_name(int result) {
   switch (result) {
     case nccl::kSuccess:
@@ -26,6 +28,8 @@ const char* result_name(int result) {
       return "ncclRemoteError";
     case nccl::kInProgress:
       return "ncclInProgress";
+    case kTimeout:
+      return "ncclTimeout";
     default:
       return "unknown result";
   }

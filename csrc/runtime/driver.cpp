@@ -340,14 +340,18 @@ void Driver::reap() {
     }
     const auto is_gone = [](const Retired& retired) { return retired.owner == nullptr; };
     retired_.erase(std::remove_if(retired_.begin(), retired_.end(), is_gone), retired_.end());
+    num_going_ += over.size();
   }
   if (over.empty()) return;
+  const size_t num_over = over.size();
   without_lock([](void* owners) { static_cast<std::vector<std::shared_ptr<void>>*>(owners)->clear(); }, &over);
+  std::lock_guard<std::mutex> guard(mutex_);
+  num_going_ -= num_over;
 }
 
 size_t Driver::num_retired() const {
   std::lock_guard<std::mutex> guard(mutex_);
-  return retired_.size();
+  return retired_.size() + num_going_;
 }
 
 }  // namespace graphshard

@@ -154,6 +154,7 @@ class Driver {
   std::vector<StreamHandle*> streams_;
   std::map<CUdeviceptr, std::weak_ptr<Mapping>> memories_;
   std::vector<Retired> retired_;
+  size_t num_going_ = 0;  // no longer retired, but being destroyed by some thread
 };
 
 std::string hex(CUdeviceptr address);

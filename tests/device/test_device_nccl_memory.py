@@ -135,6 +135,9 @@ def test_destroy_takes_windows_in_reverse(fake: FakeNccl, communicator: Communic
     ]
     assert not communicator.is_broken
     assert communicator.destroy(TIMEOUT_S)
+    assert communicator.abort(TIMEOUT_S)
+    assert not communicator.is_broken
+    assert "it was destroyed" in (communicator.async_error() or "")
     with pytest.raises(NcclError, match=r"^ncclMemAlloc refused: .* it was destroyed"):
         communicator.allocate(1)
 

@@ -193,7 +193,8 @@ def test_asynchronous_errors_are_told_and_break_it(fake: FakeNccl, communicator:
 
 def test_addresses_are_looked_up(driver: Driver, communicator: Communicator) -> None:
     memory, stream = Memory(driver, 4096), Stream(driver)
-    for destination, source, num_bytes in ((memory.address, memory.address, 2049), (memory.address, 64, 1)):
+    address = memory.address
+    for destination, source, num_bytes in ((address, address, 2049), (address, 64, 1), (address, address, 1 << 63)):
         with pytest.raises(RuntimeError, match=r"^ncclAllGather refused: "):
             communicator.all_gather(destination, source, num_bytes, stream)
     with pytest.raises(RuntimeError, match=r"^ncclReduceScatter refused: "):

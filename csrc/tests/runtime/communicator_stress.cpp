@@ -66,8 +66,9 @@ void run_rank(const std::shared_ptr<NcclLibrary>& library, const ncclUniqueId& i
               std::atomic<int>& num_done) {
   auto communicator = Communicator::open(library, id, kNumRanks, rank, "stress", kLimit);
   auto stream = std::make_shared<Stream>(library->driver());
-  auto window = communicator->allocate(kNumRanks * kChunkBytes, kLimit);
-  auto shard = communicator->allocate(kChunkBytes, kLimit);
+  const auto allocate = [&](size_t num_bytes) { return communicator->adopt(communicator->borrow(num_bytes, kLimit)); };
+  auto window = allocate(kNumRanks * kChunkBytes);
+  auto shard = allocate(kChunkBytes);
   communicator->register_window(*window, kLimit);
   communicator->register_window(*shard, kLimit);
   std::memset(reinterpret_cast<void*>(shard->address()), rank + 1, kChunkBytes);
@@ -85,7 +86,7 @@ void run_rank(const std::shared_ptr<NcclLibrary>& library, const ncclUniqueId& i
     require_gathered(*window);
     require_error<NcclError>([&] { communicator->destroy(kLimit); }, "graphs with its collectives are alive");
   }
-  auto late = communicator->allocate(kChunkBytes, kLimit);
+  auto late = allocate(kChunkBytes);
   num_done.fetch_add(1);  // who aborts breaks the others' communicators
   while (num_done.load() < kNumRanks) std::this_thread::yield();
   if (end == End::kLeaveBehind && rank == 0) {
