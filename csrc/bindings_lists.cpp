@@ -156,6 +156,12 @@ void bind_lists(nb::module_& m) {
       .def("launch", &GraphExec::launch, "stream"_a, Released())
       .def("upload", &GraphExec::upload, "stream"_a, Released());
   nb::class_<Graph>(m, "Graph")
+      .def_static(
+          "from_handle",
+          [](Driver& driver, uintptr_t handle, const nb::object& owner) {
+            return Graph::from_handle(driver, reinterpret_cast<CUgraph>(handle), keep_object(owner));
+          },
+          "driver"_a, "handle"_a, "owner"_a)
       .def("num_nodes",
            [](const Graph& graph) {
              nb::dict by_kind;

@@ -317,6 +317,12 @@ class CaptureLock:
 class Graph:
     """A captured graph; keeps its Calls, streams and memory owners alive."""
 
+    @staticmethod
+    def from_handle(driver: Driver, handle: int, owner: object) -> Graph:
+        """Somebody else's graph (torch's `raw_cuda_graph()`), never destroyed here.
+
+        `owner` is kept by it and by what it instantiates: the graph, and whatever its nodes point at.
+        """
     def num_nodes(self) -> dict[str, int]:
         """By kind: memcpy, host, kernel, memset, event_record, event_wait, batch_mem_op, empty, graph."""
     @property

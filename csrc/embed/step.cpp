@@ -80,15 +80,22 @@ void Step::enter(Stream& stream) {
 }
 
 bool Step::is_latest_over() const {
-  if (!was_replayed_) return true;
-  return is_done_armed_ ? parts_.done->load() != 0 : finished_->is_done();
+  const StepOrder& order = *parts_.order;
+  if (!order.was_used) return true;
+  return order.armed.has_value() ? order.armed->load() != 0 : order.last_use.is_done();
 }
 
-// The word is cleared by the host, so it can speak of one replay at a time: while an earlier one may still set it, this
-// replay is waited for by an event, which comes after a tail prefetch.
-void Step::arm_done() {
-  is_done_armed_ = parts_.done.has_value() && is_latest_over();
-  if (is_done_armed_) parts_.done->store(0);
+// The word is cleared by the host, and all steps of an order may write to one, so it can speak of one replay at a time:
+// while an earlier one may still set it, this replay is waited for by an event, which comes after a tail prefetch.
+bool Step::arm_done() {
+  StepOrder& order = *parts_.order;
+  const bool is_armed = parts_.done.has_value() && is_latest_over();
+  order.armed.reset();
+  if (!is_armed) return false;
+  order.num_over = order.num_replays;  // whoever waits for one of them need not look at the word
+  parts_.done->store(0);
+  order.armed.emplace(*parts_.done);
+  return true;
 }
 
 void Step::replay(CUstream handle) {
@@ -98,24 +105,32 @@ void Step::replay(CUstream handle) {
   const std::shared_ptr<Stream> stream = stream_of(handle);
   enter(*stream);
   order.held = 0;  // until it is launched
-  arm_done();
-  parts_.exec->launch(*stream);
-  was_replayed_ = true;
+  const bool is_armed = arm_done();
+  try {
+    parts_.exec->launch(*stream);
+  } catch (...) {
+    order.armed.reset();  // nobody will write to it
+    throw;
+  }
   stream->record(order.last_use);
   order.was_used = true;
-  stream->record(*finished_);
+  is_done_armed_ = is_armed;
+  if (!is_armed) stream->record(*finished_);
   order.held = parts_.exit;
-  ++order.num_replays;
+  number_ = ++order.num_replays;
 }
 
 bool Step::wait(int64_t timeout_ns) {
   bool is_done_armed = false;
+  bool is_known_over = false;
   {
     const std::lock_guard<std::mutex> guard(parts_.order->mutex);
-    if (!was_replayed_) throw StateError("the step was not replayed yet, so there is nothing to wait for");
+    if (number_ == 0) throw StateError("the step was not replayed yet, so there is nothing to wait for");
+    is_known_over = number_ <= parts_.order->num_over;
     is_done_armed = is_done_armed_;
   }
-  const bool is_over = is_done_armed ? parts_.done->wait(1, timeout_ns) : finished_->wait(timeout_ns);
+  const bool is_over =
+      is_known_over || (is_done_armed ? parts_.done->wait(1, timeout_ns) : finished_->wait(timeout_ns));
   if (!is_over || parts_.calls == nullptr) return is_over;
   try {
     parts_.calls->check();

@@ -51,10 +51,12 @@ class StepOrder : public std::enable_shared_from_this<StepOrder> {
   Event last_use;             // recorded after each replay
   Event arrived;              // recorded after each prefetch
   bool was_used = false;      // `last_use` was recorded
+  std::optional<Word> armed;  // the word that speaks of the latest replay; none: `last_use` does
   bool has_arrived = false;   // so was `arrived`
   bool is_in_flight = false;  // no replay has waited for `arrived` since
   uint64_t held = 0;
   uint64_t num_replays = 0;
+  uint64_t num_over = 0;  // replays that are known to be over
 };
 
 struct NamedBuffer {
@@ -100,15 +102,15 @@ class Step {
   void begin_prefetch();
   void enter(Stream& stream);
   bool is_latest_over() const;
-  void arm_done();
+  bool arm_done();
   void check_buffers(const std::vector<NamedBuffer>& buffers) const;
 
   StepParts parts_;
   std::shared_ptr<Calls> no_calls_;
-  std::shared_ptr<Event> finished_;  // recorded after each replay
+  std::shared_ptr<Event> finished_;  // recorded after each replay that `done` does not speak of
   std::shared_ptr<Stream> foreign_;  // the last stream that was not ours
-  bool was_replayed_ = false;
-  bool is_done_armed_ = false;  // `done` speaks of the latest replay
+  uint64_t number_ = 0;              // of the latest replay, among the order's; 0: none
+  bool is_done_armed_ = false;       // `done` speaks of this step's latest replay
 };
 
 }  // namespace graphshard

@@ -44,6 +44,8 @@ class GraphExec : public std::enable_shared_from_this<GraphExec> {
 class Graph {
  public:
   Graph(Driver& driver, CUgraph graph, std::shared_ptr<GraphOwners> owners, std::vector<NodeSpan> spans = {});
+  // Somebody else's graph, never destroyed here; `owner` keeps it and all that it points at, for its executables too.
+  static std::shared_ptr<Graph> from_handle(Driver& driver, CUgraph handle, std::shared_ptr<const void> owner);
   ~Graph();
 
   CUgraph handle() const { return body_->graph; }
@@ -60,6 +62,7 @@ class Graph {
     Driver& driver;
     CUgraph graph;
     std::shared_ptr<GraphOwners> owners;
+    bool is_foreign = false;
   };
 
   std::shared_ptr<Body> body_;

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from device_helpers import TIMEOUT_S, Latch, drained
 
-from graphshard._core import Calls, CaptureLock, Driver, DriverError, Event, Memory, OpList, Recording, Stream
+from graphshard._core import Calls, CaptureLock, Driver, DriverError, Event, Graph, Memory, OpList, Recording, Stream
 
 UNIT_BYTES = 1024
 NUM_UNITS = 4
@@ -287,3 +287,32 @@ def test_default_streams_are_refused(driver: Driver, handle: int) -> None:
     with pytest.raises(TypeError):
         OpList(driver, [handle], 0, [])  # type: ignore[list-item]
     assert Stream(driver).handle > 2
+
+
+def test_somebody_elses_graph_is_instantiated_but_not_destroyed(driver: Driver) -> None:
+    step = Step(driver)
+    step.compute.begin_capture()
+    step.record_into(step.list.recording())
+    theirs = step.compute.end_capture()
+
+    class Owner:
+        graph = theirs
+
+    owner = Owner()
+    alive = weakref.ref(owner)
+    mine = Graph.from_handle(driver, theirs.handle, owner)
+    del owner
+    assert mine.num_nodes() == theirs.num_nodes()
+    graph_exec = mine.instantiate()
+    del mine
+    gc.collect()
+    right = step.fill(2)
+    assert alive() is not None
+    graph_exec.launch(step.compute)
+    assert step.compute.synchronize(TIMEOUT_S) and step.seen == right
+    del graph_exec
+    gc.collect()
+    assert drained(driver) and alive() is None
+    assert theirs.num_nodes() == {"memcpy": NUM_UNITS, "host": NUM_UNITS}
+    with pytest.raises(ValueError, match="a graph's handle is 0"):
+        Graph.from_handle(driver, 0, step)

@@ -330,6 +330,35 @@ void test_done_word(gs_driver* driver) {
   gs_step_release(step);
 }
 
+// Two steps of one order that write the same word: a wait for one is never answered, or held up, by the other.
+void test_a_word_of_two_steps(gs_driver* driver) {
+  const Rig rig(driver);
+  gs_memory* word = nullptr;
+  gs_order* order = nullptr;
+  check(gs_memory_allocate(driver, 4, GS_MEMORY_HOST, &word));
+  check(gs_order_create(driver, &order));
+  gs_step_desc desc = GS_STEP_DESC_INIT;
+  desc.done = word;
+  desc.order = order;
+  const gs_op says_done = make_value(GS_OP_WRITE_VALUE, gs_memory_address(word), 1);
+  gs_step* quick = rig.capture({says_done}, {}, desc);
+  gs_step* held = rig.capture({make_value(GS_OP_WAIT_VALUE, rig.at(0), 1), says_done}, {}, desc);
+  gs_memory_release(word);
+  gs_order_release(order);
+  check(gs_step_replay(quick, rig.cu_stream()));
+  check(gs_step_wait(quick, kTimeoutS));
+  check(gs_step_replay(held, rig.cu_stream()));
+  check(gs_step_wait(quick, 0.0));  // its replay is over, though `held` has cleared the word
+  require_error(gs_step_wait(held, 0.02), GS_TIMEOUT, "did not come");
+  check(gs_step_replay(quick, rig.cu_stream()));
+  require_error(gs_step_wait(quick, 0.02), GS_TIMEOUT, "did not come");
+  __atomic_store_n(reinterpret_cast<uint32_t*>(rig.at(0)), 1, __ATOMIC_RELEASE);
+  check(gs_step_wait(quick, kTimeoutS));
+  check(gs_step_wait(held, kTimeoutS));
+  gs_step_release(quick);
+  gs_step_release(held);
+}
+
 void test_misuse(gs_driver* driver) {
   const Rig rig(driver);
   gs_list* list = nullptr;
@@ -411,6 +440,7 @@ int main(int argc, char** argv) {
   test_order_and_waits(driver);
   test_slots(driver);
   test_done_word(driver);
+  test_a_word_of_two_steps(driver);
   test_misuse(driver);
   test_threads(driver);
   std::printf("embedding: all is well\n");
