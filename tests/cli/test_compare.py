@@ -14,15 +14,20 @@ from graphshard.cli import compare
 STEPS = 3
 
 
+SLOW = pytest.mark.slow
+
+
 def run(*options: object) -> Answer:
-    return apart("compare", "--layers", 4, "--steps", STEPS, *options, "--json", "-")
+    return here("compare", "--layers", 4, "--steps", STEPS, *options, "--json", "-")
 
 
 def gathers(told: dict[str, Any], rank: int, run: str) -> list[dict[str, Any]]:
     return [row for row in told["rows"] if (row["kind"], row.get("rank"), row["run"]) == ("gather", rank, run)]
 
 
-@pytest.mark.parametrize(("transport", "world_size", "nodes"), [("pull", 2, 2), ("nccl", 2, 6), ("nccl", 3, 7)])
+@pytest.mark.parametrize(
+    ("transport", "world_size", "nodes"), [("pull", 2, 2), ("nccl", 2, 6), pytest.param("nccl", 3, 7, marks=SLOW)]
+)
 def test_eager_and_captured_steps_do_the_same(transport: str, world_size: int, nodes: int) -> None:
     answer = run("--transport", transport, "--world-size", world_size)
     assert answer.code == 0, answer.err
@@ -47,7 +52,7 @@ def test_eager_and_captured_steps_do_the_same(transport: str, world_size: int, n
     assert f"sequences equal: eager and captured, on {world_size} ranks" in answer.err
 
 
-@pytest.mark.parametrize("transport", ["pull", "nccl"])
+@pytest.mark.parametrize("transport", ["nccl", pytest.param("pull", marks=SLOW)])
 def test_a_rank_that_lacks_a_gather_is_found_before_anything_runs(transport: str) -> None:  # A13
     answer = run("--transport", transport, "--stage", "skip:rank=1,unit=3")
     assert answer.code == 1, answer.err
@@ -76,6 +81,7 @@ def test_a_fall_back_to_kernels_is_told_with_unit_and_node() -> None:  # E7
     assert "ranks 0 1: kernel nodes in 4 of 4 gathers" in answer.err and "UserWarning" not in answer.err
 
 
+@pytest.mark.slow
 def test_a_library_that_leaves_out_a_captured_gather_is_found_before_anything_runs() -> None:  # A13
     """The list is whole: only the graph shows it. Calls 1 to 9 warm up, check and record, 10 to 13 are captured."""
     answer = run("--transport", "nccl", "--stage", "skip:rank=1,call=12")
@@ -88,7 +94,7 @@ def test_a_library_that_leaves_out_a_captured_gather_is_found_before_anything_ru
 @pytest.mark.parametrize(
     ("stage", "said"),
     [
-        ("null_window", "answered ncclSuccess with a null window"),  # E6
+        pytest.param("null_window", "answered ncclSuccess with a null window", marks=SLOW),  # E6
         ("skip:rank=1,call=16", "rank 1's communicator failed while it waited for step"),  # A13
     ],
 )
@@ -128,7 +134,7 @@ def test_bad_requests(options: list[object], said: str) -> None:
 
 
 def test_a_unit_that_is_not_in_the_plan() -> None:
-    answer = run("--stage", "skip:rank=0,unit=4")
+    answer = run("--world-size", 1, "--stage", "skip:rank=0,unit=4")
     assert answer.code == 2
     assert "unit 4 is not in the plan: it has 4 units" in answer.err
 
