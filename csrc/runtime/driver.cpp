@@ -330,9 +330,11 @@ void Driver::retire(std::shared_ptr<void> owner) {
 
 void Driver::reap() {
   // An open capture and a host function forbid the calls that destructors make: the next reap will.
-  if (!is_usable() || is_in_host_function || CaptureLock::is_held()) return;
+  if (!is_usable() || is_in_host_function) return;
   std::vector<std::shared_ptr<void>> over;
   {
+    const NoCapture no_capture;
+    if (!no_capture.is_granted()) return;
     std::lock_guard<std::mutex> guard(mutex_);
     if (retired_.empty() || table_.cuCtxSetCurrent(context_) != CUDA_SUCCESS) return;
     for (Retired& retired : retired_) {
