@@ -55,6 +55,16 @@ def test_an_nccl_gather_has_four_barrier_nodes_more(world_size: int) -> None:
         assert told["launch"]["n"] == 3 and 0 < told["launch"]["p10_us"] <= told["launch"]["p90_us"]
 
 
+def test_gathers_in_a_capture_of_torchs_are_told_from_its_kernels() -> None:
+    (told,) = on_ranks(report_programs.captured_by_others, 1)
+    assert told["nodes"]["host"] == told["num_segments"], "what torch would have as kernels"
+    for gather, unit_bytes in zip(told["gathers"], told["unit_bytes"], strict=True):
+        assert gather["nodes"] == {"memcpy": 2}, "neither they nor the tests' poison are the gather's"
+        assert (gather["num_copies"], gather["num_bytes"]) == (2, unit_bytes)
+    assert told["problems"] == [] and told["difference"] is None
+    assert told["kinds"] == ["gather", "write"], "compute is not issued by the list"
+
+
 def test_a_silent_fall_back_to_kernels_is_caught() -> None:  # E7
     for rank, told in enumerate(on_ranks(report_programs.fall_back, 2)):
         assert told["refused"].startswith(f"DeviceError: rank {rank}, step shape 1x1: unit 0 (op 0 ag_launch unit=0")
