@@ -24,6 +24,7 @@ FLOORS = {
     "report": 7,
     "api": 8,
     "cli": 8,
+    "gpu_check": 8,
     "__init__": 9,
     "__main__": 9,
 }

@@ -8,10 +8,10 @@ from collections.abc import Callable
 import torch
 
 from graphshard._core import Calls, GraphExec, OpList, Stream
-from graphshard.bench.gpu.recorder import Row
-from graphshard.bench.gpu.setup import TIMEOUT_S, Setup
 from graphshard.bench.stats import summarize
 from graphshard.core.errors import CommError
+from graphshard.gpu_check.recorder import Row
+from graphshard.gpu_check.setup import TIMEOUT_S, Setup
 
 NUM_GEMMS = 20
 NUM_SAMPLES = 5

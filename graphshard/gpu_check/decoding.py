@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import graphshard
-from graphshard.bench.gpu.setup import TIMEOUT_S, Setup
 from graphshard.bench.stats import summarize
 from graphshard.comm.group import Group
+from graphshard.gpu_check.setup import TIMEOUT_S, Setup
 from graphshard.models.config import LlamaConfig
 from graphshard.models.llama import Llama
 from graphshard.runtime.runtime import Runtime

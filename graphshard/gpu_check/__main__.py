@@ -1,4 +1,4 @@
-"""`python -m graphshard.bench.gpu STEP --device cuda|host --json FILE`: one step of bench/gpu_check.sh."""
+"""`python -m graphshard.gpu_check STEP --device cuda|host --json FILE`: one step of bench/gpu_check.sh."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from graphshard.bench.gpu.faults import check_faults
-from graphshard.bench.gpu.llama import check_llama
-from graphshard.bench.gpu.nccl import check_nccl
-from graphshard.bench.gpu.numbers import check_numbers
-from graphshard.bench.gpu.ranks import check_ranks
-from graphshard.bench.gpu.recorder import Recorder
-from graphshard.bench.gpu.setup import Setup
+from graphshard.gpu_check.faults import check_faults
+from graphshard.gpu_check.llama import check_llama
+from graphshard.gpu_check.nccl import check_nccl
+from graphshard.gpu_check.numbers import check_numbers
+from graphshard.gpu_check.ranks import check_ranks
+from graphshard.gpu_check.recorder import Recorder
+from graphshard.gpu_check.setup import Setup
 
 STEPS: dict[str, Callable[[Recorder, Setup], None]] = {
     "ranks": check_ranks,
@@ -26,7 +26,7 @@ STEPS: dict[str, Callable[[Recorder, Setup], None]] = {
 
 def main(arguments: list[str] | None = None) -> int:
     """Make the step's checks; 1 if one failed."""
-    parser = argparse.ArgumentParser(prog="graphshard.bench.gpu", description=__doc__)
+    parser = argparse.ArgumentParser(prog="graphshard.gpu_check", description=__doc__)
     parser.add_argument("step", choices=STEPS)
     parser.add_argument("--device", choices=("cuda", "host"), required=True)
     parser.add_argument("--json", type=Path, required=True, help="the file that results are written to")

@@ -10,12 +10,12 @@ from typing import TypeVar
 import torch
 
 from graphshard._core import DriverError, Memory
-from graphshard.bench.gpu.recorder import Row
 from graphshard.bench.threads import run_threads
 from graphshard.comm.group import Group
 from graphshard.device import CudaDevice, Device, HostDevice
 from graphshard.device.base import DeviceKind, device_error
 from graphshard.device.cuda import cuda_index
+from graphshard.gpu_check.recorder import Row
 
 Value = TypeVar("Value")
 

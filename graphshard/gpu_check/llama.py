@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from graphshard.bench.gpu.decoding import (
+from graphshard.comm.group import Group, LocalGroup
+from graphshard.gpu_check.decoding import (
     BATCH_SIZE,
     Weights,
     compile_llama,
@@ -18,10 +19,9 @@ from graphshard.bench.gpu.decoding import (
     random_weights,
     time_in_turns,
 )
-from graphshard.bench.gpu.plain import PlainGraph
-from graphshard.bench.gpu.recorder import Recorder, Row
-from graphshard.bench.gpu.setup import Setup, by_first, on_threads
-from graphshard.comm.group import Group, LocalGroup
+from graphshard.gpu_check.plain import PlainGraph
+from graphshard.gpu_check.recorder import Recorder, Row
+from graphshard.gpu_check.setup import Setup, by_first, on_threads
 from graphshard.models.llama import Llama
 from graphshard.runtime.graphs import StepGraph
 from graphshard.runtime.runtime import Runtime

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphshard.bench.gpu.setup import TIMEOUT_S
 from graphshard.core.errors import ProgramError
 from graphshard.core.specs import StepShape
+from graphshard.gpu_check.setup import TIMEOUT_S
 from graphshard.runtime.cuda.window import capture_window
 from graphshard.runtime.runtime import Runtime
 from graphshard.runtime.traced import bound_program

@@ -8,18 +8,18 @@ import time
 from typing import Any
 
 import graphshard
-from graphshard.bench.gpu.naming import NamingModel, wrong
-from graphshard.bench.gpu.recorder import Recorder, Row
-from graphshard.bench.gpu.setup import TIMEOUT_S, Setup, on_threads
 from graphshard.comm.group import Group
 from graphshard.comm.launch import RankProcesses
 from graphshard.core.errors import CommError
 from graphshard.device.base import DeviceKind
+from graphshard.gpu_check.naming import NamingModel, wrong
+from graphshard.gpu_check.recorder import Recorder, Row
+from graphshard.gpu_check.setup import TIMEOUT_S, Setup, on_threads
 from graphshard.runtime.bind import Hooks
 from graphshard.runtime.graphs import StepGraph
 from graphshard.runtime.runtime import Runtime
 
-VICTIM_ENTRY = "graphshard.bench.gpu.faults:killed_rank"
+VICTIM_ENTRY = "graphshard.gpu_check.faults:killed_rank"
 VICTIM = 1
 BLOCK = 1000
 """Replays between two looks at the bytes (B10)."""

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from graphshard._core import Calls, Event, Memory, OpList, Stream
-from graphshard.bench.gpu.recorder import Row
-from graphshard.bench.gpu.setup import TIMEOUT_S, Setup, by_first, on_threads
 from graphshard.bench.stats import summarize
 from graphshard.comm.group import Group
 from graphshard.comm.windows import WindowTable
 from graphshard.core.errors import CommError
 from graphshard.device import Device
+from graphshard.gpu_check.recorder import Row
+from graphshard.gpu_check.setup import TIMEOUT_S, Setup, by_first, on_threads
 from graphshard.runtime.device_bytes import device_bytes
 
 NUM_RANKS = 4

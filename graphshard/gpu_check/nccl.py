@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from graphshard._core import Calls, Communicator, Driver, Memory, NcclError, NcclLibrary, OpList, Stream
-from graphshard.bench.gpu.naming import naming_bytes
-from graphshard.bench.gpu.ranks import CHOICES, in_processes, judge, naming_rank
-from graphshard.bench.gpu.recorder import Recorder, Row
-from graphshard.bench.gpu.setup import TIMEOUT_S, Setup, on_threads
 from graphshard.comm.nccl_gates import version_text
 from graphshard.comm.nccl_library import find_library
 from graphshard.device import Device
+from graphshard.gpu_check.naming import naming_bytes
+from graphshard.gpu_check.ranks import CHOICES, in_processes, judge, naming_rank
+from graphshard.gpu_check.recorder import Recorder, Row
+from graphshard.gpu_check.setup import TIMEOUT_S, Setup, on_threads
 from graphshard.runtime.device_bytes import device_bytes
 
 ABI_ONLY = "ABI only"

@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import graphshard
-from graphshard.bench.gpu.naming import LAYERS, NamingModel, wrong
-from graphshard.bench.gpu.recorder import Recorder, Row
-from graphshard.bench.gpu.setup import TIMEOUT_S, Setup, on_threads
 from graphshard.comm.group import Group
 from graphshard.comm.launch import RankProcesses
 from graphshard.device.base import DeviceKind
+from graphshard.gpu_check.naming import LAYERS, NamingModel, wrong
+from graphshard.gpu_check.recorder import Recorder, Row
+from graphshard.gpu_check.setup import TIMEOUT_S, Setup, on_threads
 from graphshard.runtime.bind import Hooks
 
-ENTRY = "graphshard.bench.gpu.ranks:naming_rank"
+ENTRY = "graphshard.gpu_check.ranks:naming_rank"
 ACTS = "ggeegegg"
 """Steps: g is a replay, e an eager one."""
 CHOICES: tuple[dict[str, Any], ...] = (

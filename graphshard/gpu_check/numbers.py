@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from graphshard.bench.gpu.decoding import (
+from graphshard.bench.stats import quantile
+from graphshard.comm.group import Group, LocalGroup
+from graphshard.gpu_check.decoding import (
     BATCH_SIZE,
     Weights,
     compile_llama,
@@ -16,13 +18,11 @@ from graphshard.bench.gpu.decoding import (
     random_weights,
     time_in_turns,
 )
-from graphshard.bench.gpu.limits import check_limits
-from graphshard.bench.gpu.overlap import check_slow_down
-from graphshard.bench.gpu.plain import PlainGraph
-from graphshard.bench.gpu.recorder import Recorder, Row
-from graphshard.bench.gpu.setup import Setup, by_first, on_threads
-from graphshard.bench.stats import quantile
-from graphshard.comm.group import Group, LocalGroup
+from graphshard.gpu_check.limits import check_limits
+from graphshard.gpu_check.overlap import check_slow_down
+from graphshard.gpu_check.plain import PlainGraph
+from graphshard.gpu_check.recorder import Recorder, Row
+from graphshard.gpu_check.setup import Setup, by_first, on_threads
 from graphshard.models.llama import Llama
 from graphshard.runtime.runtime import Runtime
 
