@@ -67,6 +67,8 @@ void bind_control(nb::module_& m) {
           [](ControlPage& page, const std::string& text, int64_t kind, int64_t unit, int64_t op, int64_t step,
              int64_t culprit) { page.post_failure(Failure{kind, unit, op, step, culprit, text}); },
           "text"_a, "kind"_a, "unit"_a = -1, "op"_a = -1, "step"_a = -1, "culprit"_a = -1)
+      .def("claim_first", &ControlPage::claim_first, "rank"_a)
+      .def_prop_ro("first_failed", &ControlPage::first_failed)
       .def_prop_ro("has_failed", &ControlPage::has_failed)
       .def_prop_ro(
           "failure",

@@ -441,6 +441,11 @@ class ControlPage:
         """Why this rank gave up, for its peers; the first one stays, and 1280 bytes of its text."""
     @property
     def has_failed(self) -> bool: ...
+    def claim_first(self, rank: int) -> int:
+        """On rank 0's page, the one word that every rank may write: `rank` posted its failure; whose came first?"""
+    @property
+    def first_failed(self) -> int | None:
+        """On rank 0's page: the rank whose failure is everybody's; None while nobody claimed."""
     @property
     def failure(self) -> tuple[str, int, int, int, int, int] | None:
         """`(text, kind, unit, op, step, culprit)`, -1 where nothing is known."""

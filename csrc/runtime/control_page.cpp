@@ -144,6 +144,19 @@ void ControlPage::post_failure(const Failure& failure) {
   words_->has_failed.store(1, std::memory_order_release);
 }
 
+uint64_t ControlPage::claim_first(uint64_t rank) {
+  uint64_t found = 0;
+  // release: what `rank` posted on its own page is seen by whoever reads the claim
+  words_->first.compare_exchange_strong(found, rank + 1, std::memory_order_acq_rel, std::memory_order_acquire);
+  return found == 0 ? rank : found - 1;
+}
+
+std::optional<uint64_t> ControlPage::first_failed() const {
+  const uint64_t found = words_->first.load(std::memory_order_acquire);
+  if (found == 0) return std::nullopt;
+  return found - 1;
+}
+
 std::optional<Failure> ControlPage::failure() const {
   if (!has_failed()) return std::nullopt;
   int64_t numbers[5] = {};

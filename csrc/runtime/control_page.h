@@ -49,6 +49,7 @@ struct ControlWords {
   };
   std::array<Entry, 64> issues;      // the latest ones, by number modulo their count
   std::atomic<uint64_t> has_failed;  // written last, once
+  std::atomic<uint64_t> first;       // on rank 0's page: 1 + the rank whose failure is everybody's
   std::array<std::atomic<uint64_t>, 5> failure;
   std::atomic<uint64_t> num_text_bytes;
   std::array<std::atomic<uint64_t>, 160> text;
@@ -100,6 +101,12 @@ class ControlPage : public std::enable_shared_from_this<ControlPage> {
   void post_failure(const Failure& failure);
   bool has_failed() const { return words_->has_failed.load(std::memory_order_acquire) != 0; }
   std::optional<Failure> failure() const;
+
+  // The one word of a page that every rank may write, on the page of rank 0: `rank` has posted its failure, and asks
+  // whose came first. The same answer for all.
+  uint64_t claim_first(uint64_t rank);
+  // The rank whose failure is everybody's, if there is one.
+  std::optional<uint64_t> first_failed() const;
 
   uint64_t pid() const { return words_->pid.load(std::memory_order_acquire); }
   uint64_t state() const { return words_->state.load(std::memory_order_acquire); }

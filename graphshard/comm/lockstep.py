@@ -161,13 +161,15 @@ class Lockstep:
                 self._control.mine.set_progress(self._step, ended - 1)
 
     def _adopt(self) -> None:
-        for rank in self._peers:
-            page = self._control.pages[rank]
-            if page.has_failed:
-                failure = page.failure
-                assert failure is not None
-                text, kind, unit, op, step, culprit = failure
-                raise self._fail(kind, text, unit, op, step, culprit)
+        """CommError with the failure that is everybody's, if there is one."""
+        first = self._control.pages[0].first_failed
+        if first is not None:
+            raise self._break(self._told_by(first))
+
+    def _told_by(self, rank: int) -> str:
+        failure = self._control.pages[rank].failure
+        assert failure is not None, f"rank {rank} claimed to have failed, and posted nothing"
+        return failure[0]
 
     def _compare(self, what: str) -> None:
         """CommError if a peer posted something else at this rank's latest number."""
@@ -175,7 +177,6 @@ class Lockstep:
         for rank in self._peers:
             theirs = self._control.pages[rank].issue(self._number)
             if theirs is not None and theirs != mine:
-                self._adopt()
                 here, there = _issue_text(self._what), _issue_text(theirs[1])
                 if here == there:
                     there = "others, in another order or after others"
@@ -194,7 +195,6 @@ class Lockstep:
                 continue  # it is done with all that this rank waits for
             state = self._control.state(rank)
             if state in ("dead", "closed"):
-                self._adopt()
                 how = "died" if state == "dead" else "closed its runtime"
                 raise self._fail(
                     DEAD if state == "dead" else CLOSED,
@@ -206,12 +206,12 @@ class Lockstep:
     def _ask_communicators(self, what: str) -> None:
         error = self._communicators.async_error()
         if error is not None:
+            self._adopt()  # a peer that gave up aborts its end, which shows here too
             raise self._fail(LIBRARY, f"rank {self._rank}'s communicator failed while it waited for {what}: {error}")
 
     # --- failing ---
 
     def _late(self, awaited: Awaited) -> CommError:
-        self._adopt()
         pages = self._control.pages
         place = _place(pages[self._rank])
         op = place[1] - 1
@@ -242,8 +242,12 @@ class Lockstep:
         return "; ".join(found)
 
     def _fail(self, kind: int, text: str, unit: int = -1, op: int = -1, step: int = -1, culprit: int = -1) -> CommError:
-        self._broken = text
+        """Post a failure. Of ranks that fail at once one comes first, and its failure is the one that all raise."""
         self._control.mine.post_failure(text, kind, unit, op, step, culprit)
+        return self._break(self._told_by(self._control.pages[0].claim_first(self._rank)))
+
+    def _break(self, text: str) -> CommError:
+        self._broken = text
         self._communicators.break_off()
         return CommError(text)
 

@@ -146,7 +146,7 @@ class NcclOpening:
         if not self._progress:
             return None
         driver = self._device.driver
-        return Word(Memory(driver, 4)), Word(Memory(driver, 4))
+        return Word(Memory.allocate_host(driver, 4)), Word(Memory.allocate_host(driver, 4))
 
 
 class NcclTransport:

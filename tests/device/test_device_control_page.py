@@ -67,6 +67,16 @@ def test_the_first_failure_of_a_page_stays() -> None:
     assert open_copy(other).failure == ("\u00e9" * 640, 1, -1, -1, -1, -1), "what does not fit is cut"
 
 
+def test_ranks_that_fail_at_once_agree_on_one() -> None:
+    for _ in range(50):
+        page = ControlPage()
+        assert page.first_failed is None
+        peers = [open_copy(page) for _ in range(4)]
+        with ThreadPoolExecutor(4) as pool:
+            told = set(pool.map(lambda peer, rank: peer.claim_first(rank), peers, range(4)))
+        assert told == {page.first_failed} and page.claim_first(7) in told
+
+
 def test_what_is_no_page_is_refused() -> None:
     fd = os.memfd_create("not a page")
     try:
