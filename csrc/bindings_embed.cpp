@@ -60,6 +60,13 @@ void bind_embed(nb::module_& m) {
   nb::class_<StepOrder>(m, "StepOrder")
       .def(nb::new_([](Driver& driver) { return std::make_shared<StepOrder>(driver); }), "driver"_a)
       .def("forget", &StepOrder::forget)
+      .def("leave", &StepOrder::leave, "stream"_a, nb::call_guard<ReleasedGil>())
+      .def(
+          "synchronize",
+          [](StepOrder& order, double timeout_s) {
+            return wait_bounded(timeout_s, [&](int64_t slice_ns) { return order.wait(slice_ns); });
+          },
+          "timeout_s"_a)
       .def_prop_ro("num_replays", &StepOrder::replays);
   nb::class_<EmbeddedStep>(m, "Step")
       .def(nb::new_(&make_step), "exec"_a, "stream"_a, "shape"_a, "inputs"_a, "outputs"_a, "calls"_a = nb::none(),

@@ -347,7 +347,11 @@ class StepOrder:
 
     def __init__(self, driver: Driver) -> None: ...
     def forget(self) -> None:
-        """Rely on nothing that the slots hold: others wrote to them (a step of Python's, an update)."""
+        """Rely on nothing that the slots hold: others wrote to them (an update)."""
+    def leave(self, stream: Stream) -> None:
+        """Others used the slots, on `stream`: C's next replay comes after that, and relies on nothing they hold."""
+    def synchronize(self, timeout_s: float) -> bool:
+        """Until C's last replay and prefetch have ended; False if `timeout_s` passed first."""
     @property
     def num_replays(self) -> int:
         """Replays by C so far: what Python knew of the slots before them is worth nothing."""

@@ -42,6 +42,24 @@ class StepOrder : public std::enable_shared_from_this<StepOrder> {
     const std::lock_guard<std::mutex> guard(mutex);
     held = 0;
   }
+  // Somebody else used the slots on `stream`: what is replayed from now on comes after that, and relies on nothing.
+  void leave(Stream& stream) {
+    const std::lock_guard<std::mutex> guard(mutex);
+    stream.record(last_use);
+    was_used = true;
+    armed.reset();
+    held = 0;
+  }
+  // Until the last replay, and the last prefetch, have ended; false if `timeout_ns` passed first.
+  bool wait(int64_t timeout_ns) {
+    bool has_prefetch = false;
+    {
+      const std::lock_guard<std::mutex> guard(mutex);
+      if (!was_used) return true;
+      has_prefetch = has_arrived;
+    }
+    return last_use.wait(timeout_ns) && (!has_prefetch || arrived.wait(timeout_ns));
+  }
   uint64_t replays() {
     const std::lock_guard<std::mutex> guard(mutex);
     return num_replays;

@@ -6,7 +6,7 @@ What a compute op does is not part of the list; it is handed over at issue or ca
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -167,6 +167,17 @@ def bind_gather(
     """One gather that the host issues outside a program, all of it on `stream`."""
     run = CopyRun(launch.unit, launch.slot, 0, transport.num_copies, launch.stream, -1)
     return OpList(driver, (stream,), 0, _gather_ops(run, 0, memory, transport, hooks), transport.collectives)
+
+
+def gather_list(
+    driver: Driver, launches: Sequence[AgLaunch], stream: Stream, memory: RuntimeMemory, transport: Transport
+) -> OpList:
+    """Several gathers that the host issues outside a program, one after another on `stream`."""
+    ops: list[BoundOp] = []
+    for launch in launches:
+        run = CopyRun(launch.unit, launch.slot, 0, transport.num_copies, launch.stream, -1)
+        ops += _gather_ops(run, 0, memory, transport, Hooks())
+    return OpList(driver, (stream,), 0, ops, transport.collectives)
 
 
 def _gather_ops(run: CopyRun, stream: int, memory: RuntimeMemory, transport: Transport, hooks: Hooks) -> list[BoundOp]:

@@ -18,6 +18,7 @@ from graphshard.core.specs import StepShape
 from graphshard.runtime.bind import BoundProgram, Hooks, bind_programs
 from graphshard.runtime.compiled import Compiled
 from graphshard.runtime.device_bytes import read_bytes
+from graphshard.runtime.embedding import Embedding
 from graphshard.runtime.memory import RuntimeMemory
 from graphshard.runtime.slots import SlotTable
 
@@ -66,6 +67,7 @@ class Binding:
         self._closed = False
         self._owner_pid = os.getpid()
         self._late = False
+        self._embedding: Embedding | None = None
         self._num_steps = 0
         self._reserve_streams()
         self._bind()
@@ -85,6 +87,8 @@ class Binding:
                     "close the runtime, or wait for it"
                 )
             self._late = False
+        if self._embedding is not None and self._embedding.take_over(self.timeout_s):
+            self._slots.forget()
 
     def _before_gathers(self, kind: IssueKind, units: Sequence[int], what: str) -> None:
         """Gathers of `units` are about to be issued: let peers know, and drain what a collective transport wants ended.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
-from graphshard._core import Calls, Graph, GraphExec
+from graphshard._core import Calls, Graph, GraphExec, Step
 from graphshard.core.errors import DeviceError
 from graphshard.core.specs import StepShape
 from graphshard.runtime.bind import BoundProgram
@@ -97,6 +97,7 @@ class StepGraph:
         """
         self._capture: Callable[[BoundProgram], Captured] | None = capture  # owns what compute was recorded into
         self._captured: Captured | None = capture(bound)
+        self._embedded: Step | None = None
         self.shape = shape
         self.inputs: dict[str, Tensor] = runtime.buffers(shape, "input")
         self.outputs: dict[str, Tensor] = runtime.buffers(shape, "output")
@@ -119,6 +120,21 @@ class StepGraph:
         self._runtime.at_step_boundary()
         captured = self._open()
         self._runtime.step(self.shape, captured.bound, captured.launch, captured.calls)
+
+    @property
+    def handle(self) -> int:
+        """What `gs_step_open` of graphshard.h takes, while this graph is open: a server then replays it without Python.
+
+        What it opened stays valid until it is released, also when this graph, its runtime and their memory are dropped
+        or closed here. Steps of Python's and of the server's may alternate; neither may begin while the other's run.
+
+        Raises:
+            DeviceError: the graph was closed.
+        """
+        captured = self._open()
+        if self._embedded is None:
+            self._embedded = self._runtime.embed(self.shape, captured, self.inputs, self.outputs)
+        return self._embedded.handle
 
     def num_nodes(self) -> dict[str, int]:
         """The captured graph's nodes, by kind."""
@@ -168,7 +184,7 @@ class StepGraph:
         if self._captured is not None and self._capture is not None:
             with capture_lock(f"step shape {self.shape}", self._runtime.timeout_s):
                 old, self._captured = self._captured, self._capture(bound)
-            old.close()
+            self._give_back(old)
 
     def _open(self) -> Captured:
         if self._captured is None:
@@ -178,5 +194,11 @@ class StepGraph:
     def close(self) -> None:
         """Give the graph back, and what only it kept alive. Idempotent; a later replay is refused."""
         if self._captured is not None:
-            self._captured.close()
+            self._give_back(self._captured)
         self._captured = self._capture = None
+
+    def _give_back(self, captured: Captured) -> None:
+        # A server's reference owns the graph and its pool: they go when it is released.
+        if self._embedded is None or self._embedded.num_references == 1:
+            captured.close()
+        self._embedded = None

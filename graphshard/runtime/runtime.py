@@ -340,6 +340,7 @@ class Runtime(Stepping):
             self._eager.clear()
             self._bound.clear()
             self._control.mine.set_state(CLOSED)
+            self._embedding = None
             self._transport.close()
             self._must_exit = self._transport.must_exit
             if self._must_exit is not None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 
-from graphshard._core import Calls
+from torch import Tensor
+
+from graphshard._core import Calls, Step
 from graphshard.comm.alignment import Awaited, IssueKind
 from graphshard.comm.control import ControlTable
 from graphshard.core.errors import CommError
@@ -17,6 +19,8 @@ from graphshard.runtime.binding import Binding
 from graphshard.runtime.compute import refuse_inside_segment
 from graphshard.runtime.cuda.compute import CudaCompute
 from graphshard.runtime.cuda.in_flight import InFlight
+from graphshard.runtime.embedding import Embedding
+from graphshard.runtime.graphs import Captured
 from graphshard.runtime.loop import StepTurn
 
 
@@ -76,6 +80,8 @@ class Stepping(Binding):
     def finish_step(self, shape: StepShape, bound: BoundProgram, calls: Calls, is_eager: bool) -> None:
         """All is enqueued: wait for the outputs. Used by steps, with the lock held."""
         self._slots.leave(bound.program)
+        if self._embedding is not None:
+            self._embedding.hand_over()
         self._num_steps += 1
         awaited = self._awaited(self._num_steps, shape, bound, is_eager)
         self.handed_over_s = time.perf_counter()
@@ -87,6 +93,20 @@ class Stepping(Binding):
             raise self.late_error(awaited.what, awaited.detail())
         calls.check()
         self._control.mine.set_progress(self._num_steps, len(bound.program.ops))
+
+    def embed(
+        self, shape: StepShape, captured: Captured, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]
+    ) -> Step:
+        """`captured` for a server that replays it through graphshard.h. Used by `StepGraph.handle`."""
+        with self.turn.lock:
+            self._check_ready()
+            if self._embedding is None:
+                self._embedding = Embedding(
+                    self.driver, self._streams, self._memory, self._transport, self._done, self._control.mine
+                )
+                self._embedding.hand_over()
+            executor = self.plan.executor if self._cuda is None else ""
+            return self._embedding.step(shape, captured, inputs, outputs, executor)
 
     def follow_caller(self) -> None:
         """On a GPU: what is issued from now on waits for what the caller's current stream has. Used by loops."""

@@ -1,0 +1,103 @@
+"""Captured steps of a runtime, replayed through libgraphshard.so as a server does, in turn with the runtime's own."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+
+import pytest
+import torch
+from byte_model import ByteModel
+from byte_steps import compile_bytes, wrong_after
+from embed_api import DRIVER, OK, EmbeddedStep
+from ranks import run_on_ranks
+from torch import Tensor
+
+from graphshard.comm.group import Group
+from graphshard.core.errors import DeviceError
+from graphshard.runtime.runtime import Runtime
+
+HEADS = ("inside", "outside", "tail")
+
+
+def model_of() -> ByteModel:
+    return ByteModel([[5000], [3001, 64], [7000], [900]])
+
+
+def compiled(group: Group, model: ByteModel, head: str) -> Runtime:
+    return compile_bytes(group, model, units="layer", prefetch_depth=1, head=head)
+
+
+def by_c(step: EmbeddedStep) -> None:
+    assert step.replay() == OK, step.error
+    assert step.wait() == OK, step.error
+
+
+def sides_in_turn(group: Group, head: str) -> list[str]:
+    """C's replays, Python's replays and eager steps, so that every one follows every other."""
+    model = model_of()
+    with compiled(group, model, head) as runtime:
+        graph = runtime.graph(batch_size=1)
+        step = EmbeddedStep(graph.handle)
+        assert graph.handle == graph.handle
+        assert step.info.has_prefetch == (head != "inside")
+        c, replay, eager = (lambda: by_c(step)), graph.replay, (lambda: runtime.run(1))
+        acts = (c, c, replay, c, eager, c, c, eager, replay, replay, c)
+        wrong = [f"act {i}: {line}" for i, act in enumerate(acts) for line in wrong_after(runtime, model, act)]
+        step.release()
+        return wrong
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_c_and_python_step_in_turn(head: str) -> None:
+    assert run_on_ranks(sides_in_turn, 2, head) == [[], []]
+
+
+def outlived(group: Group, head: str) -> list[str]:
+    """The runtime is closed and dropped; then the server replays on."""
+    model = model_of()
+    runtime = compiled(group, model, head)
+    graph = runtime.graph(batch_size=1)
+    step = EmbeddedStep(graph.handle)
+    names = list(graph.outputs)
+    runtime.close()
+    assert graph.is_closed
+    with pytest.raises(DeviceError, match="is closed"):
+        _ = graph.handle
+    del runtime, graph
+    gc.collect()
+    group.barrier()
+    for _ in range(3):
+        for name in names:
+            tensor = step.buffer("output", name)
+            ctypes.memset(tensor.address, 0, tensor.num_bytes)
+        by_c(step)
+    wrong = model.wrong({name: view(step, name) for name in names})
+    group.barrier()
+    step.release()
+    return wrong
+
+
+def view(step: EmbeddedStep, name: str) -> Tensor:
+    tensor = step.buffer("output", name)
+    return torch.frombuffer(bytearray(ctypes.string_at(tensor.address, tensor.num_bytes)), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_a_server_replays_on_after_the_runtime_is_gone(head: str) -> None:
+    assert run_on_ranks(outlived, 2, head) == [[], []]
+
+
+def refused(group: Group) -> list[int]:
+    model = model_of()
+    with compiled(group, model, "inside") as runtime:
+        step = EmbeddedStep(runtime.graph(batch_size=1).handle)
+        status = step.replay(2)
+        by_c(step)
+        assert runtime.num_steps == 0  # C's are not counted
+        step.release()
+        return [status]
+
+
+def test_default_streams_are_refused() -> None:
+    assert run_on_ranks(refused, 2) == [[DRIVER], [DRIVER]]
