@@ -10,7 +10,9 @@ from cli_runner import Answer, apart, here
 from small_llama import write_small_llama
 
 from graphshard.cli import compare
+from graphshard.device.as_libcuda import why_not_as_libcuda
 
+pytestmark = pytest.mark.skipif(why_not_as_libcuda() is not None, reason=str(why_not_as_libcuda()))
 STEPS = 3
 
 

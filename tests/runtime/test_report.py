@@ -16,9 +16,15 @@ from ranks import entry_of, rank_environment
 from graphshard.comm.launch import failure_text, run_ranks
 from graphshard.core.errors import DeviceError
 from graphshard.device import as_libcuda
-from graphshard.device.as_libcuda import LIBRARY_PATH, as_libcuda_folder, host_driver_environment
+from graphshard.device.as_libcuda import (
+    LIBRARY_PATH,
+    as_libcuda_folder,
+    host_driver_environment,
+    why_not_as_libcuda,
+)
 from graphshard.runtime.walk import why_no_walk
 
+pytestmark = pytest.mark.skipif(why_not_as_libcuda() is not None, reason=str(why_not_as_libcuda()))
 TIMEOUT_S = 60.0
 
 
