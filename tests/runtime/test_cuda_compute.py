@@ -90,6 +90,18 @@ def test_capture_runs_nothing_of_the_step_and_warms_up_before(rig: Rig) -> None:
     assert rig.plot.runs == []  # Python is not run again
 
 
+def test_warm_ups_are_made_where_the_capture_is(rig: Rig) -> None:  # D11
+    """On one thread and one stream: torch keys GEMM workspaces by both, and must have this one before the capture."""
+    places: list[tuple[int, int]] = []
+    rig.plot.before[FIRST] = lambda: places.append((threading.get_ident(), rig.torch_cuda.current_stream()))
+    InThread(rig.capture).result()
+    rig.capture()
+    first, second = places[: NUM_WARM_UPS + 1], places[NUM_WARM_UPS + 1 :]
+    assert len(set(first)) == len(set(second)) == 1 and len(first) == len(second)
+    assert first[0][0] != second[0][0] == threading.get_ident()
+    assert first[0][1] == second[0][1] == rig.streams[0].handle
+
+
 def test_warm_up_needs_no_gather(rig: Rig) -> None:  # B8: before the first collective
     primes = rig.runtime.num_primes
     rig.compute.warm_up(rig.shape, rig.bound().computes)
