@@ -22,7 +22,7 @@ def find_library(device: Device) -> Path:
     Raises:
         CommError: there is none, or two different copies are mapped into this process.
     """
-    if device.kind == "host":
+    if device.driver.is_host:
         path = library_path().parent / HOST_LIBRARY
         if not path.is_file():
             raise not_available(f"the host's NCCL was not found at {path}: reinstall graphshard")

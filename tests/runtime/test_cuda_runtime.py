@@ -80,6 +80,7 @@ def steps_of_all_kinds(group: Group, choices: dict[str, object]) -> list[str]:
         {"prefetch_depth": 1, "head": "outside"},
         {"prefetch_depth": 1, "head": "tail"},
         {"num_copy_streams": 2},
+        {"prefetch_depth": 1, "transport": "nccl"},
     ],
     ids=str,
 )
