@@ -9,7 +9,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from graphshard.comm.group import Group
-from graphshard.core.errors import SpecError
+from graphshard.core.errors import DeviceError, SpecError
 from graphshard.core.plan import Plan
 from graphshard.core.specs import DeviceSpec, ModelSpec, StepShape
 from graphshard.device import Device, open_device
@@ -103,7 +103,7 @@ def attach(
     Raises:
         SpecError: the module cannot be attached: on all ranks, before it is changed. Other errors as in `compile`.
     """
-    device = _opened(device, group)
+    device = _attachable(_opened(device, group))
     if plan == "auto" and group.world_size > 1:
         choices.setdefault("units", "layer")
     with agree_on_device(group, device) as agreed:
@@ -127,6 +127,16 @@ def _opened(device: str | Device, group: Group) -> Device:
     if not isinstance(device, str):
         return device
     return open_device(device, num_ranks=group.world_size, local_rank=group.local_rank)
+
+
+def _attachable(device: Device) -> Device:
+    """`device`, if modules can be attached there."""
+    if device.kind != "host":
+        raise DeviceError(
+            f"modules cannot be attached on {device.name}: this version attaches modules on the host; models made of "
+            "segments run there (graphshard.compile), captured or as loops of one's own (Runtime.begin_step)"
+        )
+    return device
 
 
 def _captured(runtime: Runtime, shapes: Sequence[StepShape]) -> Runtime:

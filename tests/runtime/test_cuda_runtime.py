@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 from cuda_rig import TIMEOUT_S, KernelModel, Plot
 from fake_torch_cuda import FakeTorchCuda
 from fault_tools import Latch
@@ -172,3 +173,15 @@ def test_a_kernel_that_cannot_be_loaded_fails_compile_on_every_rank() -> None:  
     for text in run_on_ranks(compile_it, 2):
         assert f"segment {FIRST} cannot be warmed up: no kernel image" in text
         assert "rank 1" in text or text.startswith("segment")
+
+
+def test_modules_are_attached_on_the_host_only() -> None:
+    def attach_it(group: Group) -> None:
+        device = CudaDevice(0, library=str(library_path()), same_gpu=True)
+        layers = torch.nn.ModuleList([torch.nn.Linear(4, 4)])
+        before = [parameter.clone() for parameter in layers.parameters()]
+        with pytest.raises(DeviceError, match="modules cannot be attached on cuda:0"):
+            graphshard.attach(layers, group, device=device)
+        assert all(map(torch.equal, layers.parameters(), before))
+
+    run_on_ranks(attach_it, 2)
