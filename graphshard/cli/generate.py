@@ -84,17 +84,12 @@ def command(
     """Generate greedily on rank processes; prompts are dealt to them in turn, and each rank decodes its own.
 
     Rank 0's first prompt is shown while it is generated. A rank that dies takes its own prompts with it and no others;
-    a stopped one delays nobody; under --transport nccl either ends all ranks, by name. Exit code 1: prompts were lost,
-    or a bit differs from the replicated model's.
+    a stopped one delays nobody (transport nccl: both end all ranks). Exit code 1: prompts were lost, or a bit differs.
     """
+    if restart:
+        _check_restart(world_size, transport)
     if memory is not None and not report:
         raise click.UsageError("--memory is what --report counts with: give both, or neither")
-    if restart and world_size == 1:
-        raise SpecError("--restart needs another rank, that the restarted one can join: use --world-size 2 or more")
-    if restart and transport != "pull":
-        raise SpecError(
-            f"--restart needs transport pull: a communicator of {transport} cannot take in a rank that came back"
-        )
     folder = model or _smollm2()
     texts = _texts(prompts, prompts_file)
     request = {
@@ -144,6 +139,15 @@ def _smollm2() -> Path:
     from graphshard.models.smollm2 import prepare_smollm2
 
     return prepare_smollm2()
+
+
+def _check_restart(world_size: int, transport: str) -> None:
+    if world_size == 1:
+        raise SpecError("--restart needs another rank, that the restarted one can join: use --world-size 2 or more")
+    if transport != "pull":
+        raise SpecError(
+            f"--restart needs transport pull: a communicator of {transport} cannot take in a rank that came back"
+        )
 
 
 def _texts(prompts: tuple[str, ...], file: Path | None) -> list[str]:

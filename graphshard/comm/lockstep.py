@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, Protocol
 
@@ -33,6 +33,9 @@ _KIND_TEXTS = {1: "outside a step", 2: "in an eager step", 3: "in a captured ste
 
 class Breakable(Protocol):
     """The communicators that gathers go through."""
+
+    def settings(self) -> Mapping[str, str]:
+        """What must be alike on all ranks where something is captured."""
 
     def async_error(self) -> str | None:
         """What went wrong inside; None if nothing did."""
@@ -133,7 +136,8 @@ class Lockstep:
         Raises:
             CommError: on every rank, naming the first difference.
         """
-        mine = [[shape, text] for shape, text in sequences]
+        settings = [[f"setting {name}", value] for name, value in sorted(self._communicators.settings().items())]
+        mine = settings + [[shape, text] for shape, text in sequences]
         told: list[Any] = [
             value for value, _ in group.all_gather([mine, self._number, self._hash.hex()], name="capture certificate")
         ]
@@ -270,10 +274,12 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _first_difference(ours: list[list[str]], theirs: list[list[str]], rank: int) -> str:
-    """Where two lists of [step shape, text of its gathers] differ first."""
-    for place, (here, there) in enumerate(zip_longest(ours, theirs, fillvalue=["nothing", ""])):
+    """Where two lists of [setting, value] and [step shape, text of its gathers] differ first."""
+    for here, there in zip_longest(ours, theirs, fillvalue=["nothing", ""]):
+        if here[0].startswith("setting ") and here != there:
+            return f"{here[0]} is {here[1]!r} on rank 0, {there[1]!r} on rank {rank}"
         if here[0] != there[0]:
-            return f"capture {place} is of step shape {here[0]} on rank 0, of {there[0]} on rank {rank}"
+            return f"rank 0 captures step shape {here[0]} where rank {rank} captures {there[0]}"
         for number, lines in enumerate(zip_longest(here[1].splitlines(), there[1].splitlines(), fillvalue="nothing")):
             if lines[0] != lines[1]:
                 return f"collective {number} of step shape {here[0]} is {lines[0]} on rank 0, {lines[1]} on rank {rank}"

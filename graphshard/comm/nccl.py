@@ -69,15 +69,7 @@ class NcclOpening:
             self._library = NcclLibrary(str(path), device.driver)
         except (NcclError, DriverError) as error:
             raise not_available(f"{path} cannot be loaded: {error}") from error
-        environment = {name: os.environ[name] for name in VARIABLES if name in os.environ}
-        self.facts = NcclFacts(
-            version=self._library.version,
-            path=self._library.path,
-            missing=tuple(self._library.missing),
-            world_size=group.world_size,
-            driver_version=device.driver.version,
-            environment=environment,
-        )
+        self.facts = nccl_facts(device, self._library, group.world_size)
         self.verdicts = judge(self.facts)
         raise_if_refused(self.verdicts)
         _apply(self.verdicts)
@@ -86,12 +78,7 @@ class NcclOpening:
     @property
     def settings(self) -> Mapping[str, str]:
         """The library's version, and the environment that NCCL looks at."""
-        environment = " ".join(f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ)
-        return {
-            "nccl": version_text(self.facts.version),
-            "nccl environment": environment or "nothing set",
-            "progress": str(self._progress),
-        }
+        return {"progress": str(self._progress), **nccl_settings(self._library)}
 
     def start(self) -> None:
         """Make the communicator (collective, bounded)."""
@@ -128,7 +115,9 @@ class NcclOpening:
             raise CommError(f"rank {self._group.rank} came back: {self.why_no_rejoin}")
         assert self._communicator is not None, "start() comes first"
         communicator, self._communicator = self._communicator, None
-        transport = NcclTransport(self._group, communicator, layout, shards, slots, self._progress_words())
+        windows = (shards, slots)
+        words = self._progress_words()
+        transport = NcclTransport(self._group, self._library, communicator, layout, windows, words)
         try:
             transport.set_up(self._device, checksums, self._timeout_s)
         except BaseException:
@@ -160,18 +149,19 @@ class NcclTransport:
     def __init__(
         self,
         group: Group,
+        library: NcclLibrary,
         communicator: Communicator,
         layout: Layout,
-        shards: Memory | None,
-        slots: Memory | None,
+        windows: tuple[Memory | None, Memory | None],
         words: tuple[Word, Word] | None = None,
     ) -> None:
-        """Take `communicator` over; `set_up` does the rest."""
+        """Take `communicator` over; `set_up` does the rest. `windows` are shards and slots, None if there are none."""
         self.world_size = group.world_size
         self.collectives: tuple[Communicator, ...] = (communicator,)
         self.must_exit: str | None = None
-        self._group, self._communicator, self._layout = group, communicator, layout
-        self._shards, self._slots, self._words = shards, slots, words
+        self._group, self._library, self._communicator, self._layout = group, library, communicator, layout
+        self._shards, self._slots = windows
+        self._words = words
         self._registered: list[Memory] = []
         self._is_broken_off = self._is_closed = False
 
@@ -207,6 +197,10 @@ class NcclTransport:
     def alignment(self, control: ControlTable, timeout_s: float) -> Lockstep:
         """Ranks issue the same gathers in the same order, or end together."""
         return Lockstep(control, self._group.rank, self, timeout_s, self._words)
+
+    def settings(self) -> Mapping[str, str]:
+        """The library's version, and the environment as it is now."""
+        return nccl_settings(self._library)
 
     def async_error(self) -> str | None:
         """What went wrong inside the library; None if nothing did."""
@@ -268,6 +262,24 @@ class NcclTransport:
                 raise CommError(
                     f"rank {self._group.rank} waited {timeout_s:.1f} s for {what}: a rank does not take part"
                 )
+
+
+def nccl_facts(device: Device, library: NcclLibrary, world_size: int) -> NcclFacts:
+    """What the gates judge, of the library that is loaded and of this process's environment."""
+    return NcclFacts(
+        version=library.version,
+        path=library.path,
+        missing=tuple(library.missing),
+        world_size=world_size,
+        driver_version=device.driver.version,
+        environment={name: os.environ[name] for name in VARIABLES if name in os.environ},
+    )
+
+
+def nccl_settings(library: NcclLibrary) -> dict[str, str]:
+    """What must be alike on all ranks: the version, and the environment that NCCL looks at."""
+    environment = " ".join(f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ)
+    return {"nccl": version_text(library.version), "nccl environment": environment or "nothing set"}
 
 
 def why_not_flat(unit: UnitLayout) -> str | None:

@@ -114,19 +114,23 @@ def build_runtime(
         timeout_s=timeout_s,
         torch_cuda=_torch_cuda(device, hooks),
     )
-    return _checked(runtime, certificate, agreed if opening.why_no_rejoin is None else None, filled)
+    return _checked(runtime, certificate, agreed, filled, opening.why_no_rejoin)
 
 
-def _checked(runtime: Runtime, certificate: Certificate, agreed: Agreed | None, filled: _Filled) -> Runtime:
-    """Gather every unit once; then let in whoever comes back (unless `agreed` is None), and say that this rank did."""
+def _checked(
+    runtime: Runtime, certificate: Certificate, agreed: Agreed | None, filled: _Filled, why_no_rejoin: str | None
+) -> Runtime:
+    """Gather every unit once; then let in whoever comes back (or say why not), and tell that this rank did."""
     group = runtime.group
     try:
         # kernels are loaded while no peer waits in a gather: loading may wait for the device
         group.agree("warm-up of compute", runtime.warm_up)
         group.agree("check of gathered units", runtime.check_gathers)
         if agreed is not None:
-            offer = {"certificate": certificate.told(group.world_size), "device": asdict(agreed.spec)}
-            own = own_record(group, filled.control.mine, filled.memory.shards, filled.checksums)
+            told = {"certificate": certificate.told(group.world_size), "device": asdict(agreed.spec)}
+            offer = told if why_no_rejoin is None else {"why_not": why_no_rejoin}
+            shards = filled.memory.shards if why_no_rejoin is None else None
+            own = own_record(group, filled.control.mine, shards, filled.checksums)
             runtime.let_in(open_door(group, own, offer, certificate.digest(group.world_size), agreed.welcome))
     except BaseException:
         runtime.close()

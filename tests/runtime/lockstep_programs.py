@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from byte_model import ByteModel
 from byte_steps import compile_bytes, wrong_after
-from fault_tools import InThread, Latch, gemms_of
+from fault_tools import InThread, Latch, gemms_of, until
 from small_modules import Stack
 
 import graphshard
@@ -283,11 +283,25 @@ def abort_a_loop(group: Group, head: str) -> list[Any]:
         return [wrong_after(runtime, model, lambda: runtime.run(1)), runtime.num_steps]
 
 
-def with_another_variable(group: Group) -> None:
-    """Rank 1 has a variable of NCCL's set that the others have not."""
-    if group.rank == 1:
+def with_another_variable(group: Group, when: str) -> None:
+    """Rank 1 has a variable of NCCL's set that the others have not, from the start or from before captures on."""
+    if when == "start" and group.rank == 1:
         os.environ["NCCL_GRAPH_MIXING_SUPPORT"] = "1"
-    compiled(group, ByteModel(LAYERS)).close()
+    with compiled(group, ByteModel(LAYERS), capture_sizes=[]) as runtime:
+        if group.rank == 1:
+            os.environ["NCCL_GRAPH_MIXING_SUPPORT"] = "1"
+        runtime.capture()
+
+
+def come_back(group: Group) -> list[str]:
+    """Rank 1 ends; a process in its place is told why it cannot come in."""
+    with compiled(group, ByteModel(LAYERS), timeout_s=PATIENT_S) as runtime:
+        runtime.graph(1).replay()
+        group.barrier("a step")
+        if group.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        until(lambda: runtime._control.state(1) == "dead", "rank 1 has ended")
+        return outcome(lambda: graphshard.rejoin_group(group.job, 1, timeout_s=LIMIT_S))[:1]
 
 
 def attached_forwards(group: Group) -> list[bool]:

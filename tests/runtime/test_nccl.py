@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import permutations
 from typing import Any
 
@@ -16,7 +17,7 @@ from graphshard.comm.group import Group, LocalGroup
 from graphshard.comm.nccl import why_not_flat
 from graphshard.core.layout import Copy, build_layout
 from graphshard.core.lowering import CopyRun, lower
-from graphshard.core.specs import DeviceSpec
+from graphshard.core.specs import DeviceSpec, StepShape
 
 LAYERS = [[3000, 5], [4000], [5000], [700]]
 PLANS: list[dict[str, Any]] = [
@@ -127,6 +128,41 @@ def test_a_rank_whose_compute_fails_stays_in_step(head: str) -> None:
 
 def test_another_environment_on_one_rank_is_a_difference() -> None:
     """I14: what NCCL reads is part of the certificate."""
-    for outcome in try_on_ranks(programs.with_another_variable, 2, mode="processes"):
+    for outcome in try_on_ranks(programs.with_another_variable, 2, "start", mode="processes"):
         assert 'certificates differ: setting nccl environment is "nothing set"' in outcome.error
         assert '"NCCL_GRAPH_MIXING_SUPPORT=1" on rank 1' in outcome.error
+    for outcome in try_on_ranks(programs.with_another_variable, 2, "capture", mode="processes"):
+        assert "captures differ: setting nccl environment is 'nothing set' on rank 0, 'NCCL_GRAPH" in outcome.error
+
+
+def test_unlike_captures_are_named_before_anything_is_captured() -> None:
+    """R10 again at capture: other step shapes, or other gathers before."""
+
+    def other_shapes(group: Group) -> list[int]:
+        with programs.compiled(group, ByteModel(LAYERS), capture_sizes=[1, 2]) as runtime:
+            for shape in runtime.programs:
+                runtime.graph(shape.batch_size).close()
+            runtime.capture([StepShape(1)] if group.rank == 1 else [])
+            return []
+
+    def other_gathers(group: Group) -> list[int]:
+        with programs.compiled(group, ByteModel(LAYERS), capture_sizes=[1, 2]) as runtime:
+            runtime._alignment.issue("outside", [], "nothing, which counts for nothing")
+            if group.rank == 1:
+                runtime._control.mine.post_issue(1, 1)
+                runtime._alignment._number += 1  # type: ignore[attr-defined]
+            runtime.graph(1).close()
+            runtime.capture()
+            return []
+
+    for outcome in try_on_ranks(other_shapes, 3):
+        assert "captures differ: rank 0 captures step shape 2x1 where rank 1 captures 1x1" in outcome.error
+    for outcome in try_on_ranks(other_gathers, 3):
+        assert re.search(r"captures differ: before this one rank 0 issued \d+ batches of gathers, rank", outcome.error)
+
+
+def test_a_rank_cannot_come_back_and_is_told_why() -> None:
+    first, _, third = try_on_ranks(programs.come_back, 3, mode="processes")
+    for outcome in (first, third):
+        assert re.match(r"rank 1 cannot come back to job \w+: a communicator cannot take in a rank", outcome.value[0])
+        assert outcome.value[0].endswith("start all ranks anew, or use transport pull")
