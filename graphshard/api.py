@@ -98,7 +98,9 @@ def attach(
         own_loop: no hooks: the caller runs the layers, between `before_layer(i)` and `after_layer(i)` of `begin_step`.
         device: "host", or an open device.
         timeout_s: the longest that the host waits for anything.
-        hooks, progress, choices: as in `compile`.
+        hooks: as in `compile`.
+        progress: as in `compile`.
+        choices: as in `compile`.
 
     Raises:
         SpecError: the module cannot be attached: on all ranks, before it is changed. Other errors as in `compile`.
@@ -106,6 +108,7 @@ def attach(
     device = _attachable(_opened(device, group))
     if plan == "auto" and group.world_size > 1:
         choices.setdefault("units", "layer")
+    limits: dict[str, Any] = {"timeout_s": timeout_s, "hooks": hooks or Hooks(), "progress": progress}
     with agree_on_device(group, device) as agreed:
         return attach_module(
             module,
@@ -117,9 +120,7 @@ def attach(
             order=order,
             check=check,
             own_loop=own_loop,
-            timeout_s=timeout_s,
-            hooks=hooks or Hooks(),
-            progress=progress,
+            **limits,
         )
 
 

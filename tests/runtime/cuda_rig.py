@@ -110,6 +110,24 @@ def open_rig(batch_sizes: Sequence[int] = (1,), **choices: Any) -> Iterator[Rig]
             runtime.close()
 
 
+def raiser(error: BaseException) -> Callable[[], None]:
+    def fail() -> None:
+        raise error
+
+    return fail
+
+
+def nth(number: int, act: Callable[[], object]) -> Callable[[], None]:
+    """`act`, but only at the `number`-th call, from 1 on."""
+    count = iter(range(1, 1 << 30))
+
+    def call() -> None:
+        if next(count) == number:
+            act()
+
+    return call
+
+
 def _compile(group: Group, model: KernelModel, plan: Plan) -> Runtime:
     return graphshard.compile(
         model, group, checkpoint=model.tensors(), plan=plan, capture_sizes=(), hooks=Hooks(poison=True)
