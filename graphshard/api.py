@@ -106,8 +106,7 @@ def attach(
         SpecError: the module cannot be attached: on all ranks, before it is changed. Other errors as in `compile`.
     """
     device = _attachable(_opened(device, group))
-    if plan == "auto" and group.world_size > 1:
-        choices.setdefault("units", "layer")
+    choices = ({"units": "layer"} if plan == "auto" and group.world_size > 1 else {}) | choices
     limits: dict[str, Any] = {"timeout_s": timeout_s, "hooks": hooks or Hooks(), "progress": progress}
     with agree_on_device(group, device) as agreed:
         return attach_module(
