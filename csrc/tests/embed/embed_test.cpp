@@ -1,105 +1,11 @@
-// The C API over a driver library: steps, their order and slots, errors, lifetimes.
+// The C API over a driver library: lists, steps, errors, lifetimes.
 //
 //   graphshard_embed_test LIBRARY
-#include <graphshard.h>
+#include "embed_rig.h"
 
-#include <atomic>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <string>
-#include <thread>
-#include <vector>
+namespace embed {
 
 namespace {
-
-constexpr double kTimeoutS = 60.0;
-
-void require(bool is_true, const char* what) {
-  if (is_true) return;
-  std::fprintf(stderr, "FAILED: %s (last error: %s)\n", what, gs_last_error());
-  std::abort();
-}
-
-void check(gs_status status) { require(status == GS_OK, "a call succeeds"); }
-
-void require_error(gs_status status, gs_status right, const std::string& part) {
-  require(status == right, ("status of: " + part).c_str());
-  require(std::string(gs_last_error()).find(part) != std::string::npos, part.c_str());
-}
-
-gs_op make_op(gs_op_kind kind, uint32_t stream = 0, uint32_t index = 0) {
-  gs_op op = {};
-  op.kind = kind;
-  op.stream = stream;
-  op.index = index;
-  return op;
-}
-
-gs_op make_copy(uint64_t destination, uint64_t source, uint64_t num_bytes) {
-  gs_op op = make_op(GS_OP_COPY);
-  op.destination = destination;
-  op.source = source;
-  op.num_bytes = num_bytes;
-  return op;
-}
-
-gs_op make_value(gs_op_kind kind, uint64_t address, uint32_t value) {
-  gs_op op = make_op(kind);
-  (kind == GS_OP_WAIT_VALUE ? op.source : op.destination) = address;
-  op.value = value;
-  op.num_bytes = kind == GS_OP_FILL ? 64 : 0;
-  return op;
-}
-
-struct Rig {
-  explicit Rig(gs_driver* driver_in) : driver(driver_in) {
-    check(gs_stream_create(driver, &stream));
-    check(gs_stream_create(driver, &other));
-    check(gs_memory_allocate(driver, 4096, 0, &memory));
-  }
-  ~Rig() {
-    gs_stream_release(stream);
-    gs_stream_release(other);
-    gs_memory_release(memory);
-  }
-
-  uint64_t at(uint64_t offset) const { return gs_memory_address(memory) + offset; }
-  uint8_t* byte(uint64_t offset) const { return reinterpret_cast<uint8_t*>(at(offset)); }
-  void* cu_stream() const { return gs_stream_handle(stream); }
-
-  gs_status try_list(const std::vector<gs_op>& ops, gs_list** list, const std::vector<gs_call>& calls = {},
-                     const gs_collective* collective = nullptr, gs_stream* on = nullptr) const {
-    gs_stream* streams[2] = {on == nullptr ? stream : on, other};
-    gs_list_desc desc = GS_LIST_DESC_INIT;
-    desc.streams = streams;
-    desc.num_streams = on == nullptr ? 2 : 1;
-    desc.num_events = 2;
-    desc.ops = ops.data();
-    desc.num_ops = ops.size();
-    desc.calls = calls.data();
-    desc.num_calls = calls.size();
-    desc.collectives = collective;
-    desc.num_collectives = collective == nullptr ? 0 : 1;
-    return gs_list_create(driver, &desc, list);
-  }
-  gs_step* capture(const std::vector<gs_op>& ops, const std::vector<gs_call>& calls = {},
-                   gs_step_desc desc = GS_STEP_DESC_INIT) const {
-    gs_list* list = nullptr;
-    gs_step* step = nullptr;
-    check(try_list(ops, &list, calls));
-    check(gs_step_capture(list, &desc, &step));
-    gs_list_release(list);
-    return step;
-  }
-
-  gs_driver* driver;
-  gs_stream* stream = nullptr;
-  gs_stream* other = nullptr;
-  gs_memory* memory = nullptr;
-};
-
-void count(void* counter) { ++*static_cast<std::atomic<int>*>(counter); }
 
 void test_ops_of_all_kinds(gs_driver* driver) {
   const Rig rig(driver);
@@ -228,137 +134,6 @@ void test_buffers_and_shapes(gs_driver* driver) {
   for (gs_step* step : steps) gs_step_release(step);
 }
 
-// Steps of one order are ordered on whatever streams; waits are bounded; a released step runs to its end.
-void test_order_and_waits(gs_driver* driver) {
-  const Rig rig(driver);
-  std::atomic<int> num_calls{0};
-  gs_order* order = nullptr;
-  check(gs_order_create(driver, &order));
-  gs_step_desc desc = GS_STEP_DESC_INIT;
-  desc.order = order;
-  gs_step* held =
-      rig.capture({make_value(GS_OP_WAIT_VALUE, rig.at(0), 1), make_op(GS_OP_CALL)}, {{&count, &num_calls}}, desc);
-  gs_step* next = rig.capture({make_op(GS_OP_CALL)}, {{&count, &num_calls}}, desc);
-  gs_order_release(order);
-  require_error(gs_step_wait(held, 0.0), GS_ERROR_STATE, "was not replayed yet");
-  check(gs_step_replay(held, rig.cu_stream()));
-  check(gs_step_replay(next, gs_stream_handle(rig.other)));  // a stream that has nothing to do
-  require_error(gs_step_wait(held, 0.02), GS_TIMEOUT, "did not come within 20 ms");
-  require_error(gs_step_wait(next, 0.02), GS_TIMEOUT, "did not come within 20 ms");
-  require_error(gs_step_wait(next, -1.0), GS_ERROR_INVALID, "waits are never unbounded");
-  require(num_calls == 0, "a replay waits for the order's last one");
-  gs_step_retain(held);
-  gs_step_release(held);
-  gs_step_release(held);  // gone, with its work still held
-  __atomic_store_n(reinterpret_cast<uint32_t*>(rig.at(0)), 1, __ATOMIC_RELEASE);
-  check(gs_step_wait(next, kTimeoutS));
-  require(num_calls == 2, "both ran");
-  for (uintptr_t handle = 0; handle <= 2; ++handle) {
-    require_error(gs_step_replay(next, reinterpret_cast<void*>(handle)), GS_ERROR_DRIVER,
-                  "the null, legacy and per-thread default streams");
-  }
-  gs_step_release(next);
-}
-
-// What slots hold: a step that needs state 1 brings it once, again after `forget`, and after a step that leaves
-// state 2.
-void test_slots(gs_driver* driver) {
-  const Rig rig(driver);
-  std::atomic<int> num_gathers{0};
-  gs_list* gathers = nullptr;
-  check(rig.try_list({make_copy(rig.at(0), rig.at(64), 64)}, &gathers, {}, nullptr, rig.other));
-  std::memset(rig.byte(64), 9, 64);
-  gs_order* order = nullptr;
-  check(gs_order_create(driver, &order));
-  gs_step_desc desc = GS_STEP_DESC_INIT;
-  desc.order = order;
-  desc.prefetch = gathers;
-  desc.entry = desc.exit = 1;
-  gs_step* step =
-      rig.capture({make_copy(rig.at(128), rig.at(0), 64), make_op(GS_OP_CALL)}, {{&count, &num_gathers}}, desc);
-  desc.entry = desc.exit = 2;
-  desc.prefetch = nullptr;
-  gs_step* lost = rig.capture({make_op(GS_OP_CALL)}, {{&count, &num_gathers}}, desc);
-  desc.entry = 0;
-  gs_step* spoiler = rig.capture({make_value(GS_OP_FILL, rig.at(0), 0)}, {}, desc);
-  const auto replay = [&](uint8_t right) {
-    check(gs_step_replay(step, rig.cu_stream()));
-    check(gs_step_wait(step, kTimeoutS));
-    require(rig.byte(128)[0] == right && rig.byte(128)[63] == right, "the slot's bytes");
-  };
-  check(gs_step_prefetch(step));
-  check(gs_step_prefetch_wait(step, kTimeoutS));
-  require(rig.byte(0)[63] == 9, "a prefetch fills the slot");
-  replay(9);
-  std::memset(rig.byte(64), 8, 64);
-  replay(9);  // the slot still holds what it needs: nothing is gathered
-  gs_order_forget(order);
-  replay(8);
-  check(gs_step_replay(spoiler, rig.cu_stream()));
-  replay(8);  // gathered again, after the spoiler
-  require_error(gs_step_replay(lost, rig.cu_stream()), GS_ERROR_STATE, "expects state 2 in its slots, which hold 1");
-  check(gs_step_replay(spoiler, rig.cu_stream()));
-  check(gs_step_replay(lost, rig.cu_stream()));
-  check(gs_step_wait(lost, kTimeoutS));
-  for (gs_step* one : {step, lost, spoiler}) gs_step_release(one);
-  gs_list_release(gathers);
-  gs_order_release(order);
-}
-
-// The word tells when outputs may be read, before a tail that is held; never of an earlier replay.
-void test_done_word(gs_driver* driver) {
-  const Rig rig(driver);
-  gs_memory* word = nullptr;
-  check(gs_memory_allocate(driver, 4, GS_MEMORY_HOST, &word));
-  gs_step_desc desc = GS_STEP_DESC_INIT;
-  desc.done = word;
-  gs_step* step = rig.capture({make_value(GS_OP_WRITE_VALUE, gs_memory_address(word), 1),
-                               make_value(GS_OP_WAIT_VALUE, rig.at(0), 1), make_value(GS_OP_WRITE_VALUE, rig.at(0), 0)},
-                              {}, desc);
-  const auto release_tail = [&] { __atomic_store_n(reinterpret_cast<uint32_t*>(rig.at(0)), 1, __ATOMIC_RELEASE); };
-  gs_memory_release(word);
-  check(gs_step_replay(step, rig.cu_stream()));
-  check(gs_step_wait(step, kTimeoutS));
-  check(gs_step_replay(step, rig.cu_stream()));  // behind the tail that is held
-  check(gs_step_replay(step, rig.cu_stream()));
-  require_error(gs_step_wait(step, 0.02), GS_TIMEOUT, "did not come");
-  for (int tail = 0; tail < 3; ++tail) {
-    while (__atomic_load_n(reinterpret_cast<uint32_t*>(rig.at(0)), __ATOMIC_ACQUIRE) != 0) std::this_thread::yield();
-    release_tail();
-  }
-  check(gs_step_wait(step, kTimeoutS));
-  gs_step_release(step);
-}
-
-// Two steps of one order that write the same word: a wait for one is never answered, or held up, by the other.
-void test_a_word_of_two_steps(gs_driver* driver) {
-  const Rig rig(driver);
-  gs_memory* word = nullptr;
-  gs_order* order = nullptr;
-  check(gs_memory_allocate(driver, 4, GS_MEMORY_HOST, &word));
-  check(gs_order_create(driver, &order));
-  gs_step_desc desc = GS_STEP_DESC_INIT;
-  desc.done = word;
-  desc.order = order;
-  const gs_op says_done = make_value(GS_OP_WRITE_VALUE, gs_memory_address(word), 1);
-  gs_step* quick = rig.capture({says_done}, {}, desc);
-  gs_step* held = rig.capture({make_value(GS_OP_WAIT_VALUE, rig.at(0), 1), says_done}, {}, desc);
-  gs_memory_release(word);
-  gs_order_release(order);
-  check(gs_step_replay(quick, rig.cu_stream()));
-  check(gs_step_wait(quick, kTimeoutS));
-  check(gs_step_replay(held, rig.cu_stream()));
-  check(gs_step_wait(quick, 0.0));  // its replay is over, though `held` has cleared the word
-  require_error(gs_step_wait(held, 0.02), GS_TIMEOUT, "did not come");
-  check(gs_step_replay(quick, rig.cu_stream()));
-  require_error(gs_step_wait(quick, 0.02), GS_TIMEOUT, "did not come");
-  __atomic_store_n(reinterpret_cast<uint32_t*>(rig.at(0)), 1, __ATOMIC_RELEASE);
-  check(gs_step_wait(quick, kTimeoutS));
-  check(gs_step_wait(held, kTimeoutS));
-  gs_step_release(quick);
-  gs_step_release(held);
-}
-
 void test_misuse(gs_driver* driver) {
   const Rig rig(driver);
   gs_list* list = nullptr;
@@ -397,37 +172,12 @@ void test_misuse(gs_driver* driver) {
   gs_step_release(nullptr);
 }
 
-// Replays, waits, retains and releases of two steps of one order, from several threads.
-void test_threads(gs_driver* driver) {
-  const Rig rig(driver);
-  std::atomic<int> num_calls{0};
-  gs_order* order = nullptr;
-  check(gs_order_create(driver, &order));
-  gs_step_desc desc = GS_STEP_DESC_INIT;
-  desc.order = order;
-  gs_step* steps[2] = {};
-  for (gs_step*& step : steps) step = rig.capture({make_op(GS_OP_CALL)}, {{&count, &num_calls}}, desc);
-  std::vector<std::thread> threads;
-  for (int thread = 0; thread < 4; ++thread) {
-    gs_step* step = steps[thread % 2];
-    gs_step_retain(step);
-    threads.emplace_back([&rig, step, thread] {
-      for (int i = 0; i < 100; ++i) {
-        check(gs_step_replay(step, gs_stream_handle(thread < 2 ? rig.stream : rig.other)));
-        check(gs_step_wait(step, kTimeoutS));
-      }
-      gs_step_release(step);
-    });
-  }
-  for (gs_step* step : steps) gs_step_release(step);
-  gs_order_release(order);
-  for (std::thread& thread : threads) thread.join();
-  require(num_calls == 400, "every replay ran");
-}
-
 }  // namespace
 
+}  // namespace embed
+
 int main(int argc, char** argv) {
+  using namespace embed;
   if (argc != 2) {
     std::fprintf(stderr, "usage: %s LIBRARY\n", argv[0]);
     return 2;
@@ -437,12 +187,8 @@ int main(int argc, char** argv) {
   test_ops_of_all_kinds(driver);
   test_collectives(driver);
   test_buffers_and_shapes(driver);
-  test_order_and_waits(driver);
-  test_slots(driver);
-  test_done_word(driver);
-  test_a_word_of_two_steps(driver);
   test_misuse(driver);
-  test_threads(driver);
+  test_steps_of_one_order(driver);
   std::printf("embedding: all is well\n");
   return 0;
 }
