@@ -1,4 +1,4 @@
-"""Runs tests/gpu and the litmus tests over the driver that is really there; a row a test, as soon as it has ended."""
+"""Runs tests/gpu, or the litmus tests over the driver that is really there; a row a test, as soon as it has ended."""
 
 from __future__ import annotations
 
@@ -14,30 +14,36 @@ from typing import Any
 
 OUTCOME = re.compile(r"^(?P<test>\S+::\S.*?) (?P<outcome>PASSED|FAILED|SKIPPED|ERROR|XFAIL|XPASS)(?: \((?P<why>.*)\))?")
 STATUS = {"PASSED": "passed", "SKIPPED": "skipped", "XFAIL": "passed"}
-PLACES = ("tests/gpu", "tests/conformance/test_litmus.py")
+SUITES = {"gpu-tests": "tests/gpu", "litmus": "tests/conformance/test_litmus.py"}
 LITMUS = {"cuda": "test_cuda", "host": "test_host"}
 
 
-def command(tree: Path, device: str) -> list[str]:
+def command(suite: str, device: str, evidence: Path) -> list[str]:
     """Litmus tests over one of the two drivers; tests/gpu says itself what it needs."""
-    places = [place for place in PLACES if (tree / place).exists()]
+    pytest = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "--tb=short", SUITES[suite]]
+    if suite == "gpu-tests":
+        return [*pytest, "--evidence", str(evidence)]
     others = " or ".join(name for kind, name in LITMUS.items() if kind != device)
-    pytest = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "--tb=short", "-k", f"not ({others})"]
-    return [*pytest, *places]
+    return [*pytest, "-k", f"not ({others})"]
 
 
 def main() -> int:
     """pytest's verdict."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("suite", choices=SUITES)
     parser.add_argument("--tree", type=Path, required=True)
     parser.add_argument("--device", choices=("cuda", "host"), required=True)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--evidence", type=Path, required=True, help="where what is shown of copy engines is kept")
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     environment = {**os.environ, "COLUMNS": "400"}  # reasons of skips whole
     process = subprocess.Popen(
-        command(options.tree, options.device), cwd=options.tree, env=environment, stdout=subprocess.PIPE, text=True
+        command(options.suite, options.device, options.evidence),
+        cwd=options.tree,
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     began = time.perf_counter()
     assert process.stdout is not None
@@ -54,11 +60,11 @@ def main() -> int:
         }
         began = now
         rows.append(row | ({"reason": found["why"]} if found["why"] else {}))
-        options.json.write_text(json.dumps({"step": "tests", "rows": rows}, indent=1) + "\n")
+        options.json.write_text(json.dumps({"step": options.suite, "rows": rows}, indent=1) + "\n")
     code = process.wait()
     if code not in (0, 1, 5):
         rows.append({"check": "pytest", "status": "failed", "reason": f"pytest ended with {code}"})
-        options.json.write_text(json.dumps({"step": "tests", "rows": rows}, indent=1) + "\n")
+        options.json.write_text(json.dumps({"step": options.suite, "rows": rows}, indent=1) + "\n")
     return 0 if code in (0, 5) else 1
 
 

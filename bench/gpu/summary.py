@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,15 +67,15 @@ def write_results(
 def table_text(rows: Sequence[Row], counts: Mapping[str, int], seconds: float) -> str:
     """A line a check; tests that passed are counted."""
     lines = ["| step | check | status | s | what |", "| --- | --- | --- | --- | --- |"]
-    passed_tests = [row for row in rows if row["step"] == "tests" and row["status"] == "passed"]
+    passed_tests = [row for row in rows if "::" in row["check"] and row["status"] == "passed"]
     for row in rows:
         if row in passed_tests:
             continue
         what = row.get("reason") or figures(row)
         cells = (row["step"], row["check"], row["status"], str(row.get("seconds", "")), what)
         lines.append("| " + " | ".join(cell.replace("|", "/").replace("\n", " ")[:400] for cell in cells) + " |")
-    if passed_tests:
-        lines.append(f"| tests | {len(passed_tests)} tests | passed | | |")
+    for step, count in Counter(row["step"] for row in passed_tests).items():
+        lines.append(f"| {step} | {count} tests | passed | | |")
     counted = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
     return "\n".join([*lines, "", f"{counted} in {seconds:.0f} s"])
 

@@ -69,7 +69,8 @@ class Setup:
         """
         if self.is_card:
             index = cuda_index(local_rank, same_gpu=True)
-            return PinnedWindowsCuda(index) if pinned_windows else CudaDevice(index)
+            kind = PinnedWindowsCuda if pinned_windows else CudaDevice
+            return kind(index, same_gpu=True)
         return PinnedWindowsHost(num_ranks) if pinned_windows else HostDevice(num_ranks)
 
     def why_no_pinned_windows(self) -> str | None:
