@@ -24,8 +24,10 @@ class Awaited:
     """More that is known when it is late, beginning with `; `, or nothing."""
     name_op: Callable[[int], str] = "op {}".format
     """`unit 12`, for the op whose gather is waited for."""
+    number: int = 0
+    """The last batch of gathers that has ended then (`Alignment.number`); 0: the last that was issued."""
     is_all: bool = True
-    """Whether all that was issued has ended then."""
+    """Whether that batch has ended then; a loop waits for parts of one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,10 @@ class Alignment(Protocol):
     @property
     def progress(self) -> ProgressWords | None:
         """Where gathers write how far they are; None if they do not."""
+
+    @property
+    def number(self) -> int:
+        """How many batches of gathers were issued, where they are counted."""
 
     def check(self, what: str) -> None:
         """Before `what` begins: CommError if this rank or a peer gave up."""
@@ -70,6 +76,9 @@ class Alignment(Protocol):
             CommError: it will not end, or not with right bytes, and why.
         """
 
+    def ended(self) -> None:
+        """All that was issued has ended: the streams are drained."""
+
     def fail(self, error: BaseException, what: str) -> CommError | None:
         """`what` could not be issued, so peers would wait in vain: tell them. The error to raise, if there is one."""
 
@@ -82,6 +91,7 @@ class Apart:
 
     broken: str | None = None
     progress: ProgressWords | None = None
+    number = 0
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -104,6 +114,9 @@ class Apart:
         """Once, for as long as the runtime waits for anything."""
         del awaited
         return waiter(self._timeout_s)
+
+    def ended(self) -> None:
+        """Nobody need know."""
 
     def fail(self, error: BaseException, what: str) -> CommError | None:
         """Peers are not concerned."""

@@ -76,6 +76,11 @@ class Lockstep:
         """Where gathers write how far they are."""
         return ProgressWords(self._words[0].address, self._words[1].address) if self._words is not None else None
 
+    @property
+    def number(self) -> int:
+        """How many batches of gathers this rank issued."""
+        return self._number
+
     def check(self, what: str) -> None:
         """CommError if this rank or a peer gave up; the first time with the whole reason."""
         if self._broken is not None:
@@ -111,18 +116,23 @@ class Lockstep:
     def wait(self, waiter: Callable[[float], bool], awaited: Awaited) -> bool:
         """Until all that was issued has ended, bounded, with a look at the peers now and then."""
         deadline = time.monotonic() + self._timeout_s
+        number = awaited.number or self._number
         while not waiter(max(0.0, min(_SLICE_S, deadline - time.monotonic()))):
             self._publish()
             self._adopt()
             self._compare(awaited.what)
-            self._look_for_the_missing(awaited.what)
+            self._look_for_the_missing(awaited.what, number)
             self._ask_communicators(awaited.what)
             if time.monotonic() >= deadline:
-                raise self._late(awaited)
+                raise self._late(awaited, number)
         self._compare(awaited.what)  # what has ended paired up with what peers posted: was it the same?
         if awaited.is_all:
-            self._control.mine.set_num_finished(self._number)
+            self._control.mine.set_num_finished(number)
         return True
+
+    def ended(self) -> None:
+        """Peers that still wait need this rank no more."""
+        self._control.mine.set_num_finished(self._number)
 
     def fail(self, error: BaseException, what: str) -> CommError | None:
         """Tell peers that `what` could not be issued here: they would wait in vain."""
@@ -192,10 +202,10 @@ class Lockstep:
                     culprit=rank,
                 )
 
-    def _look_for_the_missing(self, what: str) -> None:
+    def _look_for_the_missing(self, what: str, number: int) -> None:
         for rank in self._peers:
             page = self._control.pages[rank]
-            if page.num_finished >= self._number:
+            if page.num_finished >= number:
                 continue  # it is done with all that this rank waits for
             state = self._control.state(rank)
             if state in ("dead", "closed"):
@@ -215,11 +225,11 @@ class Lockstep:
 
     # --- failing ---
 
-    def _late(self, awaited: Awaited) -> CommError:
+    def _late(self, awaited: Awaited, number: int) -> CommError:
         pages = self._control.pages
         place = _place(pages[self._rank])
         op = place[1] - 1
-        behind = [rank for rank in self._peers if pages[rank].num_issues < self._number]
+        behind = [rank for rank in self._peers if pages[rank].num_issues < number]
         behind = behind or [rank for rank in self._peers if _place(pages[rank]) < place]
         ahead = [rank for rank in self._peers if _place(pages[rank]) > place]
         what = f"{awaited.name_op(op)} (op {op}, step {awaited.step})" if op >= 0 else awaited.what

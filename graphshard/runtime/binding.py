@@ -135,8 +135,9 @@ class Binding:
     def _drain(self) -> None:
         """Wait for all that is enqueued, tail prefetches included; bounded for all streams together."""
         deadline = time.monotonic() + self.timeout_s
-        for stream in self._streams.values():
-            stream.synchronize(max(0.0, deadline - time.monotonic()))
+        streams = self._streams.values()
+        if all(stream.synchronize(max(0.0, deadline - time.monotonic())) for stream in streams):
+            self._alignment.ended()
 
     def check_gathers(self, rank: int | None = None) -> None:
         """Gather every unit once and compare each rank's chunk, or only `rank`'s, with its owner's checksum.

@@ -172,7 +172,8 @@ class Stepping(Binding):
     def _awaited(self, number: int, shape: StepShape, bound: BoundProgram, is_eager: bool) -> Awaited:
         """Step `number`, as errors say it."""
         pending = bound.first_pending if is_eager else str
-        return Awaited(step_text(number, shape, is_eager), number, pending, bound.name_gather)
+        what = step_text(number, shape, is_eager)
+        return Awaited(what, number, pending, bound.name_gather, self._alignment.number)
 
     def late_error(self, what: str, detail: str) -> CommError:
         """`what` did not get on in time; the next step is refused until it has ended."""
