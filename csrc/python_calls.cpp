@@ -40,6 +40,7 @@ constexpr double kExitStreamsWaitS = 0.5;
 // A worker's thread state, made at its first Python call and kept: one each time costs a hundred times the call.
 struct WorkerState {
   PyThreadState* state = nullptr;
+  bool is_inside = false;  // in a section: Python code that a worker runs may drop owners that open another
 
   ~WorkerState() {
     if (state == nullptr || !gate.enter()) return;
@@ -53,13 +54,16 @@ thread_local WorkerState worker;
 // Whether this thread is one of Python's and has given up the GIL (PyGILState_Check is not in the stable ABI).
 thread_local bool has_released_gil = false;
 
-// This thread inside Python; `is_inside()` is false if the interpreter is going away.
+// This thread inside Python; `is_inside()` is false if the interpreter is going away. Sections nest.
 class PythonSection {
  public:
   PythonSection() : is_inside_(gate.enter()) {
     if (!is_inside_) return;
-    if (worker.state != nullptr) {
+    if (worker.is_inside && !has_released_gil) {
+      is_nested_ = true;  // the GIL is this thread's already
+    } else if (worker.state != nullptr) {
       PyEval_RestoreThread(worker.state);
+      enter_worker();
     } else if (PyGILState_GetThisThreadState() != nullptr) {
       gil_state_ = PyGILState_Ensure();  // a thread of Python's own
       is_pythons_ = true;
@@ -67,6 +71,7 @@ class PythonSection {
     } else {
       PyGILState_Ensure();
       worker.state = PyThreadState_Get();
+      enter_worker();
     }
   }
   ~PythonSection() {
@@ -74,7 +79,9 @@ class PythonSection {
     if (is_pythons_) {
       has_released_gil = had_released_gil_;
       PyGILState_Release(gil_state_);
-    } else {
+    } else if (!is_nested_) {
+      worker.is_inside = was_inside_;
+      has_released_gil = had_released_gil_;
       PyEval_SaveThread();
     }
     gate.leave();
@@ -85,8 +92,15 @@ class PythonSection {
   bool is_inside() const { return is_inside_; }
 
  private:
+  void enter_worker() {
+    was_inside_ = std::exchange(worker.is_inside, true);
+    had_released_gil_ = std::exchange(has_released_gil, false);
+  }
+
   const bool is_inside_;
+  bool is_nested_ = false;
   bool is_pythons_ = false;
+  bool was_inside_ = false;
   bool had_released_gil_ = false;
   PyGILState_STATE gil_state_ = PyGILState_UNLOCKED;
 };
