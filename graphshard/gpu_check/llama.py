@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from graphshard.comm.group import Group, LocalGroup
+from graphshard.core.errors import DeviceError
 from graphshard.gpu_check.decoding import (
     BATCH_SIZE,
     Weights,
@@ -103,7 +104,7 @@ def _measure(row: Row, setup: Setup, runtime: Runtime, reference: _Reference, is
     plain = None
     if setup.is_card and not is_pinned:
         plain = PlainGraph(runtime, graph.shape, setup.torch_device())
-        row.add(plain_nodes=plain.num_nodes())
+        _note_nodes(row, plain)
         contenders["plain"] = plain.replay
     else:
         row.add(why_no_plain_graph="windows are on the host" if is_pinned else "a plain graph needs a CUDA device")
@@ -117,8 +118,19 @@ def _measure(row: Row, setup: Setup, runtime: Runtime, reference: _Reference, is
         plain.close()
 
 
+def _note_nodes(row: Row, plain: PlainGraph) -> None:
+    try:
+        row.add(plain_nodes=plain.num_nodes())
+    except DeviceError as error:
+        row.require(False, str(error))
+
+
 def _report(row: Row, runtime: Runtime) -> None:
-    report = runtime.graph(batch_size=BATCH_SIZE).report(strict=False, num_launches=20)
+    try:
+        report = runtime.graph(batch_size=BATCH_SIZE).report(strict=False, num_launches=20)
+    except DeviceError as error:  # what is timed next does not depend on it
+        row.require(False, str(error))
+        return
     row.add(
         nodes=dict(report.nodes),
         gathers=len(report.gathers),

@@ -13,9 +13,11 @@ from graphshard.core.errors import CommError
 from graphshard.gpu_check.recorder import Row
 from graphshard.gpu_check.setup import TIMEOUT_S, Setup
 
-NUM_GEMMS = 20
-NUM_SAMPLES = 5
+NUM_GEMMS = 10
+NUM_SAMPLES = 4
 MAX_LAUNCHES = 400
+NUM_PASSES = 4
+"""Over the same memory, in one launch: few launches keep the copies going while gemms run."""
 
 
 def check_slow_down(row: Row, setup: Setup, is_pinned: bool) -> None:
@@ -71,13 +73,12 @@ class _Copies:
     def __init__(self, setup: Setup, is_pinned: bool) -> None:
         device = setup.device(pinned_windows=is_pinned)
         piece, count = setup.pick((64 << 20, 16), (1 << 20, 4))
-        self.num_bytes = piece * count
-        source = device.allocate(self.num_bytes, exportable=True)
-        destination = device.allocate(self.num_bytes)
+        self.num_bytes = piece * count * NUM_PASSES
+        source = device.allocate(piece * count, exportable=True)
+        destination = device.allocate(piece * count)
         self.stream = Stream(device.driver)
-        ops = [
-            ("copy", 0, destination.address + at, source.address + at, piece) for at in range(0, piece * count, piece)
-        ]
+        one_pass = [(destination.address + at, source.address + at, piece) for at in range(0, piece * count, piece)]
+        ops = [("copy", 0, *copy) for copy in NUM_PASSES * one_pass]
         self._launcher: GraphExec = OpList(device.driver, [self.stream], 0, ops).capture(Calls([])).instantiate()
 
     def launch(self, count: int) -> None:
