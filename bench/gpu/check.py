@@ -109,6 +109,7 @@ def _environment(run: Run) -> dict[str, str]:
     path = os.pathsep.join(filter(None, [str(run.tree), os.environ.get("PYTHONPATH", "")]))
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
     environment.setdefault("OMP_NUM_THREADS", "1" if run.device == "host" else "4")
+    environment.setdefault("NCCL_SOCKET_IFNAME", "lo")  # all ranks are here, and there may be no other interface
     if run.device == "host" and run.tree.is_dir():
         ask = "from graphshard.device import host_driver_environment as e; print(e()['LD_LIBRARY_PATH'])"
         done = subprocess.run(

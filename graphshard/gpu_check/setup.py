@@ -98,7 +98,8 @@ def on_threads(function: Callable[[Group], Value], world_size: int, timeout_s: f
 
 
 def by_first(group: Group, name: str, step: Callable[[], Value]) -> Value | None:
-    """What `step` gives on rank 0, while all other ranks wait (collective)."""
+    """What `step` gives on rank 0, while all other ranks wait and capture nothing (collective)."""
+    group.barrier(f"before {name}")
     return group.agree(name, partial(_step_or_none, group.rank, step))
 
 
