@@ -73,7 +73,7 @@ def table_text(rows: Sequence[Row], counts: Mapping[str, int], seconds: float) -
             continue
         what = row.get("reason") or figures(row)
         cells = (row["step"], row["check"], row["status"], str(row.get("seconds", "")), what)
-        lines.append("| " + " | ".join(cell.replace("|", "/").replace("\n", " ")[:400] for cell in cells) + " |")
+        lines.append("| " + " | ".join(cell.replace("|", "/").replace("\n", " ")[:900] for cell in cells) + " |")
     for step, count in Counter(row["step"] for row in passed_tests).items():
         lines.append(f"| {step} | {count} tests | passed | | |")
     counted = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
@@ -95,11 +95,9 @@ def _latency(row: Row) -> list[str]:
 def _sizes(row: Row) -> list[str]:
     texts = []
     for one in row["sizes"]:
-        gathers = ", ".join(
-            f"x{g['fan_out']} {g['GBps']:.0f}" + (f" ({g['share']:.0%})" if g["share"] is not None else "")
-            for g in one["gathers"]
-        )
-        texts.append(f"{one['num_bytes'] / 2**20:g} MiB: limit {one['limit_GBps']:.0f} GB/s, gathers {gathers}")
+        gathers = ", ".join(f"x{g['fan_out']} {g['GBps']:.0f} ({g['share']:.0%})" for g in one["gathers"])
+        limits = f"{one['limit_by_chunks_GBps']:.0f} GB/s, as one copy {one['limit_GBps']:.0f}"
+        texts.append(f"{one['num_bytes'] / 2**20:g} MiB: limit {limits}; gathers {gathers}")
     return texts
 
 
