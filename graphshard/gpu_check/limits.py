@@ -1,6 +1,6 @@
-"""Gathers by size beside the copy limit: the same bytes by plain cuMemcpyAsync, from the same kind of memory, as the
-same copies on one stream and as one copy.
+"""Gathers by size beside the copy limit: the same bytes by plain cuMemcpyAsync, from the same kind of memory.
 
+The limit is measured twice: as the same copies on one stream, and as one copy.
 Ranks are threads; rank 0 gathers, the others lend their windows. A sample is many gathers from places that the last one
 has not touched, so that no cache helps.
 """
