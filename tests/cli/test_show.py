@@ -57,7 +57,7 @@ def test_a_collective_gather_is_one_copy_in_lists_and_graphs() -> None:
     graph = here("show", "graph", "--world-size", 3, "--transport", "nccl", "--json", "-")
     assert graph.code == 0, graph.err
     nodes = {row["kind"]: row["num_nodes"] for row in graph.json["rows"]}
-    assert nodes["memcpy"] == 2 * 3 and nodes["kernel"] == 0
+    assert nodes["memcpy"] == 2 * 3 and "kernel" not in nodes
 
 
 @pytest.mark.parametrize("noun", ["model", "plan", "layout"])
