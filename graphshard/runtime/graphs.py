@@ -14,7 +14,6 @@ from graphshard._core import Calls, Graph, GraphExec, Step
 from graphshard.core.errors import DeviceError
 from graphshard.core.specs import StepShape
 from graphshard.runtime.bind import BoundProgram
-from graphshard.runtime.capture_lock import capture_lock
 from graphshard.runtime.evidence import CopyEngineEvidence, GraphReport, LaunchCost, judge
 from graphshard.runtime.inspection import CapturedNodes
 
@@ -182,8 +181,7 @@ class StepGraph:
         Used by the runtime. If the driver refuses, the old graph stays, and the windows that it reads.
         """
         if self._captured is not None and self._capture is not None:
-            with capture_lock(f"step shape {self.shape}", self._runtime.timeout_s):
-                old, self._captured = self._captured, self._capture(bound)
+            old, self._captured = self._captured, self._capture(bound)
             self._give_back(old)
 
     def _open(self) -> Captured:

@@ -128,10 +128,8 @@ class Runtime(Stepping):
                 if self._cuda is not None:
                     capture: Callable[[BoundProgram], Captured] = partial(self._capture_on_cuda, self._cuda, shape)
                 else:
-                    calls = self.recorded(shape, bound)
-                    capture = partial(HostCaptured.capture, calls, self.plan.executor, self.hooks.seed)
-                with self._capture_lock(shape):
-                    self._graphs[shape] = StepGraph(self, shape, bound, capture)
+                    capture = partial(self._capture_on_host, shape, self.recorded(shape, bound))
+                self._graphs[shape] = StepGraph(self, shape, bound, capture)
 
     def recorded(self, shape: StepShape, bound: BoundProgram) -> Calls:
         """What the segments of a step of `shape` do, recorded over the weights that they read. With the lock held.
@@ -156,7 +154,12 @@ class Runtime(Stepping):
                     for shape in self.programs:
                         self._cuda.warm_up(shape, self._bound[shape].computes)
 
+    def _capture_on_host(self, shape: StepShape, calls: Calls, bound: BoundProgram) -> Captured:
+        with self._capture_lock(shape):
+            return HostCaptured.capture(calls, self.plan.executor, self.hooks.seed, bound)
+
     def _capture_on_cuda(self, cuda: CudaCompute, shape: StepShape, bound: BoundProgram) -> Captured:
+        """Takes the capture lock itself, after the warm-up: segments may wait for ranks that are threads here."""
         with self._memory.unchanged_buffers():
             return cuda.capture(shape, bound)
 

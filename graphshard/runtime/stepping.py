@@ -86,7 +86,8 @@ class Stepping(Binding):
         awaited = self._awaited(self._num_steps, shape, bound, is_eager)
         self.handed_over_s = time.perf_counter()
         if self._in_flight is not None:
-            self._in_flight.launched(bound.streams[0], awaited)
+            # when it is waited for, the list's events are those of a later step
+            self._in_flight.launched(bound.streams[0], replace(awaited, detail=str))
             self._control.mine.set_progress(self._num_steps, len(bound.program.ops))
             return
         if not self._alignment.wait(lambda timeout_s: self._done.wait(1, timeout_s), awaited):

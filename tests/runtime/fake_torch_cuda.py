@@ -130,6 +130,11 @@ class FakeTorchCuda:
             raise RuntimeError("CUDA error 906: operation would make the legacy stream depend on a capturing stream")
         self.calls("cuLaunchHostFunc", self.stream(self.current_stream()), thunk, None)
 
+    @property
+    def is_capturing(self) -> bool:
+        """`torch.cuda.is_current_stream_capturing()`, of the thread that captures."""
+        return self._graph is not None
+
     # --- the seam ---
 
     def current_stream(self) -> int:
