@@ -28,7 +28,6 @@ from graphshard.schedule.auto import make_plan
 from graphshard.schedule.synthetic import synthetic_model
 
 PEERS = ("memcpy", "gloo")
-TRANSPORTS = ("pull", "nccl")
 COLD_BYTES = 96 * 2**20
 """Bytes gathered in one sample, at least: three times the last-level cache of the machines we know."""
 NUM_WARMUPS = 2
