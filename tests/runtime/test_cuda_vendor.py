@@ -71,12 +71,13 @@ class PlayedTorch:
 
             def __enter__(self) -> None:
                 self._before, played.current = played.current, played.graph_arguments["stream"]
-                played.log.append("begin")
+                played.log += ["begin", "allocator captures"]
 
             def __exit__(self, *_: object) -> None:
                 played.log.append("end")
                 if played.fails_at_end:
                     raise RuntimeError("capture was lost")
+                played.log.remove("allocator captures")
                 played.current = self._before
 
         names = {
@@ -87,6 +88,13 @@ class PlayedTorch:
         }  # fmt: skip
         for name, value in names.items():
             patch.setattr(torch.cuda, name, value)
+        patch.setattr(torch._C, "_cuda_endAllocateToPool", self._end_allocating, raising=False)
+
+    def _end_allocating(self, index: int, pool: tuple[int, int]) -> None:
+        if "allocator captures" not in self.log:
+            raise RuntimeError("not currently recording to this pool")
+        self.log.remove("allocator captures")
+        self.log.append(f"allocator of {index} ends {pool}")
 
 
 @pytest.fixture
@@ -136,6 +144,29 @@ def test_a_lost_capture_gives_the_current_stream_back(
             raise KeyError("first")
     assert isinstance(caught.value.__context__, KeyError) is fails_inside
     assert (seam.current_stream(), played.device_index) == (DEFAULT, 1)
+
+
+def test_a_lost_capture_ends_for_the_allocator_too(
+    played: PlayedTorch, seam: VendorTorchCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:  # D11
+    lost: list[object] = []
+    monkeypatch.setattr("graphshard.runtime.cuda.torch_cuda._lost", lost)
+    graph = seam.new_graph()
+    played.fails_at_end = True
+    with pytest.raises(RuntimeError, match="capture was lost"), seam.capture(graph, seam.new_pool(), OURS):
+        pass
+    assert played.log == ["begin", "end", "allocator of 0 ends (0, 7)"]
+    assert lost == [graph]  # the allocator asks it until the process ends
+
+
+def test_an_error_in_a_capture_that_was_ended_leaves_nothing(
+    played: PlayedTorch, seam: VendorTorchCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost: list[object] = []
+    monkeypatch.setattr("graphshard.runtime.cuda.torch_cuda._lost", lost)
+    with pytest.raises(KeyError), seam.capture(seam.new_graph(), seam.new_pool(), OURS):
+        raise KeyError("of the segment")
+    assert played.log == ["begin", "end"] and lost == []
 
 
 def test_a_stream_is_wrapped_once(played: PlayedTorch, seam: VendorTorchCuda) -> None:

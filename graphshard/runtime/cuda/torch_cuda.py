@@ -7,7 +7,7 @@ stream, handle 0, which is never captured and never gathered on.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Protocol
 
 import torch
@@ -112,11 +112,29 @@ class VendorTorchCuda:
                     capture_error_mode="thread_local",
                 ):
                     yield
+            except BaseException:
+                self._end_lost(graph, pool)
+                raise
             finally:
                 # torch.cuda.graph leaves its stream the current one if the capture cannot be ended
                 torch.cuda.set_stream(before)
+
+    def _end_lost(self, graph: TorchGraph, pool: object) -> None:
+        """Tell torch's allocator that a capture is over which the driver could not end.
+
+        # Note [lost captures]: torch tells its allocator so only after the driver has ended a capture without an error.
+        Else the allocator goes on as in a capture: it frees nothing that was used on several streams, and asks the
+        graph of each stream whether it is captured, also after the graph has gone. So the graph is kept, empty.
+        """
+        with suppress(RuntimeError):  # torch has told it: the driver ended the capture, the error was another
+            torch._C._cuda_endAllocateToPool(self._device.index, pool)  # type: ignore[arg-type]
+            _lost.append(graph)
 
     def _stream(self, handle: int) -> torch.cuda.Stream:
         if handle not in self._streams:
             self._streams[handle] = torch.cuda.ExternalStream(handle, self._device)  # type: ignore[no-untyped-call]
         return self._streams[handle]
+
+
+_lost: list[TorchGraph] = []
+"""See Note [lost captures]."""
