@@ -92,6 +92,7 @@ void check_arrays(const gs_list_desc& desc) {
 std::unique_ptr<gs_list> make_list(Driver& driver, const gs_list_desc& desc) {
   check_size(desc.size, sizeof(gs_list_desc), "gs_list_desc");
   check_arrays(desc);
+  if (desc.num_events > UINT32_MAX) throw std::invalid_argument("num_events: an op names one by 32 bits");
   BoundOps::Streams streams;
   for (size_t i = 0; i < desc.num_streams; ++i) {
     need(desc.streams[i], "a stream");

@@ -1,5 +1,7 @@
 #include "embed/step.h"
 
+#include <set>
+
 namespace graphshard {
 
 Step::Step(StepParts parts) : parts_(std::move(parts)) {
@@ -15,25 +17,53 @@ Step::Step(StepParts parts) : parts_(std::move(parts)) {
   }
   check_buffers(parts_.inputs);
   check_buffers(parts_.outputs);
+  check_drivers();
   if (parts_.order == nullptr) parts_.order = std::make_shared<StepOrder>(driver());
   no_calls_ = std::make_shared<Calls>(std::vector<std::pair<Calls::Function, void*>>{}, std::make_shared<CallErrors>(),
                                       nullptr);
+  check_prefetch();
   finished_ = std::make_shared<Event>(driver(), false);
 }
 
 void Step::check_buffers(const std::vector<NamedBuffer>& buffers) const {
+  std::set<std::string> names;
   for (const NamedBuffer& buffer : buffers) {
     if (buffer.name.empty() || buffer.address == 0) {
       throw std::invalid_argument("a step's buffer '" + buffer.name + "' needs a name and an address");
     }
+    if (!names.insert(buffer.name).second) {
+      throw std::invalid_argument("two of a step's inputs, or of its outputs, are called '" + buffer.name + "'");
+    }
   }
 }
 
-// A foreign stream is looked up once, not for each replay.
+// Events and words of one driver mean nothing to another.
+void Step::check_drivers() const {
+  const auto check = [&](const Driver& other, const char* what) {
+    if (&other == &driver()) return;
+    throw std::invalid_argument(std::string(what) + " is of driver " + other.path() + ", the step's is " +
+                                driver().path());
+  };
+  if (parts_.order != nullptr) check(parts_.order->last_use.driver(), "the order");
+  if (parts_.done.has_value()) check(parts_.done->driver(), "the word");
+  if (parts_.prefetch != nullptr) check(parts_.prefetch->ops().driver(), "the prefetch list");
+}
+
+// What would be found at the first replay, or never: the end of a prefetch is an event on its one stream.
+void Step::check_prefetch() const {
+  if (parts_.prefetch == nullptr) return;
+  const BoundOps& ops = parts_.prefetch->ops();
+  if (ops.streams().size() != 1) {
+    throw std::invalid_argument("a prefetch list has one stream, not " + std::to_string(ops.streams().size()));
+  }
+  ops.check_calls(*no_calls_, 0, ops.size());
+}
+
+// Looked up once, not for each replay.
 std::shared_ptr<Stream> Step::stream_of(CUstream handle) {
   if (handle == parts_.stream->handle()->stream) return parts_.stream;
-  if (foreign_ == nullptr || foreign_->handle()->stream != handle) foreign_ = Stream::from_handle(driver(), handle);
-  return foreign_;
+  if (other_ == nullptr || other_->handle()->stream != handle) other_ = Stream::share(driver(), handle);
+  return other_;
 }
 
 // With the order's mutex.

@@ -122,11 +122,13 @@ class Step {
   bool is_latest_over() const;
   bool arm_done();
   void check_buffers(const std::vector<NamedBuffer>& buffers) const;
+  void check_drivers() const;
+  void check_prefetch() const;
 
   StepParts parts_;
   std::shared_ptr<Calls> no_calls_;
   std::shared_ptr<Event> finished_;  // recorded after each replay that `done` does not speak of
-  std::shared_ptr<Stream> foreign_;  // the last stream that was not ours
+  std::shared_ptr<Stream> other_;    // the last stream that was not the capture's
   uint64_t number_ = 0;              // of the latest replay, among the order's; 0: none
   bool is_done_armed_ = false;       // `done` speaks of this step's latest replay
 };

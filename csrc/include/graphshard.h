@@ -9,7 +9,7 @@
  *   pool behind them, also after Python has dropped or closed its own objects; only the interpreter's end ends it: from
  *   then on every call returns GS_ERROR_DRIVER.
  *   A driver is never closed. A CUstream of yours outlives every step that was replayed on it, and every gs_stream that
- *   was made from it.
+ *   was made from it. To a step that Python captured, the stream of a gs_stream is one of yours.
  *
  * Threads
  *   Every function may be called from any thread; none needs a current CUDA context, and each may leave the device's
@@ -231,7 +231,7 @@ typedef struct gs_step_desc {
   const gs_tensor* outputs;
   size_t num_outputs;
   gs_order* order;       /* NULL: of its own */
-  gs_list* prefetch;     /* NULL: none. Gathers what the slots hold at `entry`; all of it on one stream */
+  gs_list* prefetch;     /* NULL: none. Gathers what the slots hold at `entry`; of one stream, without calls */
   uint64_t entry;        /* what the slots must hold when the step begins, by a number of yours; 0: nothing */
   uint64_t exit;         /* what they hold when it has ended; 0: nothing that can be relied on */
   gs_memory* done;       /* NULL, or host-readable: the list writes 1 to its first word when outputs may be read */

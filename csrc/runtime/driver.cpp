@@ -239,6 +239,14 @@ void Driver::remove_stream(StreamHandle* stream) {
   streams_.erase(std::remove(streams_.begin(), streams_.end(), stream), streams_.end());
 }
 
+std::shared_ptr<StreamHandle> Driver::find_own_stream(CUstream stream) const {
+  std::lock_guard<std::mutex> guard(mutex_);
+  for (StreamHandle* one : streams_) {
+    if (one->stream == stream && !one->is_foreign) return one->weak_from_this().lock();
+  }
+  return nullptr;
+}
+
 void Driver::add_memory(const std::shared_ptr<Mapping>& mapping) {
   std::lock_guard<std::mutex> guard(mutex_);
   memories_[mapping->address] = mapping;

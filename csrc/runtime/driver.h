@@ -24,7 +24,7 @@ enum class CaptureMark : int {
 };
 
 // A driver stream. Shared by the Stream that made it and by every op list and graph that uses it.
-struct StreamHandle {
+struct StreamHandle : std::enable_shared_from_this<StreamHandle> {
   explicit StreamHandle(Driver& driver_in);
   // Somebody else's stream, never destroyed here, which must live as long as this. DriverError for the null, legacy and
   // per-thread streams.
@@ -120,6 +120,8 @@ class Driver {
 
   void add_stream(StreamHandle* stream);
   void remove_stream(StreamHandle* stream);
+  // The stream of this driver's own making that `stream` is; null if there is none.
+  std::shared_ptr<StreamHandle> find_own_stream(CUstream stream) const;
   void add_memory(const std::shared_ptr<Mapping>& mapping);
   void remove_memory(const Mapping& mapping);
 

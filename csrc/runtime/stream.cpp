@@ -63,9 +63,17 @@ std::shared_ptr<Stream> Stream::from_handle(Driver& driver, CUstream handle) {
   return std::shared_ptr<Stream>(new Stream(std::make_shared<StreamHandle>(driver, handle)));
 }
 
+std::shared_ptr<Stream> Stream::share(Driver& driver, CUstream handle) {
+  auto own = driver.find_own_stream(handle);
+  if (own == nullptr) return from_handle(driver, handle);
+  auto stream = std::shared_ptr<Stream>(new Stream(std::move(own)));
+  stream->is_shared_ = true;
+  return stream;
+}
+
 Stream::~Stream() {
   Driver& driver = handle_->driver;
-  abandon_capture(*handle_);
+  if (!is_shared_) abandon_capture(*handle_);
   driver.retire(std::move(handle_));
 }
 

@@ -11,6 +11,8 @@ class Stream : public std::enable_shared_from_this<Stream> {
   explicit Stream(Driver& driver);
   // Somebody else's stream, as StreamHandle says.
   static std::shared_ptr<Stream> from_handle(Driver& driver, CUstream handle);
+  // As from_handle; one that this driver made is shared instead, and lives as long as this.
+  static std::shared_ptr<Stream> share(Driver& driver, CUstream handle);
   ~Stream();
 
   Driver& driver() const { return handle_->driver; }
@@ -32,6 +34,7 @@ class Stream : public std::enable_shared_from_this<Stream> {
   explicit Stream(std::shared_ptr<StreamHandle> handle) : handle_(std::move(handle)) {}
 
   std::shared_ptr<StreamHandle> handle_;
+  bool is_shared_ = false;  // another Stream made it, and ends captures that it has opened
   std::shared_ptr<CallErrors> errors_ = std::make_shared<CallErrors>();
 };
 

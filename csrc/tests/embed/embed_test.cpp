@@ -172,6 +172,60 @@ void test_misuse(gs_driver* driver) {
   gs_step_release(nullptr);
 }
 
+// Events, words and lists of one driver in a step of another: refused, as two events of one number may both exist.
+void test_parts_that_do_not_belong_together(gs_driver* driver, gs_driver* other) {
+  const Rig rig(driver);
+  const Rig elsewhere(other);
+  gs_list* list = nullptr;
+  gs_step* step = nullptr;
+  check(rig.try_list({make_op(GS_OP_RECORD)}, &list));
+  const auto refuse = [&](const gs_step_desc& desc, const std::string& part) {
+    require_error(gs_step_capture(list, &desc, &step), GS_ERROR_INVALID, part);
+  };
+  gs_step_desc desc = GS_STEP_DESC_INIT;
+  check(gs_order_create(other, &desc.order));
+  refuse(desc, "the order is of driver");
+  gs_order_release(desc.order);
+  desc = GS_STEP_DESC_INIT;
+  desc.done = elsewhere.memory;
+  refuse(desc, "the word is of driver");
+  desc = GS_STEP_DESC_INIT;
+  check(elsewhere.try_list({}, &desc.prefetch, {}, nullptr, elsewhere.stream));
+  refuse(desc, "the prefetch list is of driver");
+  gs_list_release(desc.prefetch);
+  check(rig.try_list({}, &desc.prefetch));
+  refuse(desc, "a prefetch list has one stream, not 2");
+  gs_list_release(desc.prefetch);
+  check(rig.try_list({make_op(GS_OP_CALL)}, &desc.prefetch, {{&count, nullptr}}, nullptr, rig.other));
+  refuse(desc, "calls index 0, Calls has 0 functions");
+  gs_list_release(desc.prefetch);
+  const gs_tensor twins[2] = {{"x", rig.at(0), 4}, {"x", rig.at(4), 4}};
+  desc = GS_STEP_DESC_INIT;
+  desc.inputs = twins;
+  desc.num_inputs = 2;
+  refuse(desc, "are called 'x'");
+  gs_list_release(list);
+}
+
+// A gs_stream on which a step was replayed may be released before the step.
+void test_streams_released_before_steps(gs_driver* driver) {
+  const Rig rig(driver);
+  std::atomic<int> num_calls{0};
+  gs_step* step = rig.capture({make_op(GS_OP_CALL)}, {{&count, &num_calls}});
+  for (int i = 0; i < 20; ++i) {
+    gs_stream* stream = nullptr;
+    check(gs_stream_create(driver, &stream));
+    check(gs_step_replay(step, gs_stream_handle(stream)));
+    gs_stream_release(stream);
+    gs_memory* dropped = nullptr;  // whose end is fenced by all streams that are known
+    check(gs_memory_allocate(driver, 64, 0, &dropped));
+    gs_memory_release(dropped);
+  }
+  check(gs_step_wait(step, kTimeoutS));
+  require(num_calls == 20, "every replay ran");
+  gs_step_release(step);
+}
+
 }  // namespace
 
 }  // namespace embed
@@ -188,6 +242,12 @@ int main(int argc, char** argv) {
   test_collectives(driver);
   test_buffers_and_shapes(driver);
   test_misuse(driver);
+  const std::string path = argv[1];
+  const size_t name = path.rfind('/') + 1;
+  gs_driver* other = nullptr;  // one of another path
+  check(gs_driver_open((path.substr(0, name) + "./" + path.substr(name)).c_str(), 0, &other));
+  test_parts_that_do_not_belong_together(driver, other);
+  test_streams_released_before_steps(driver);
   test_steps_of_one_order(driver);
   std::printf("embedding: all is well\n");
   return 0;
