@@ -23,7 +23,7 @@ from click.core import ParameterSource
 from rich.console import Console
 
 from graphshard.comm.launch import failure_text, raise_first_failure, run_ranks
-from graphshard.core.errors import GraphshardError
+from graphshard.core.errors import GraphshardError, SpecError
 from graphshard.core.sizes import parse_bytes
 from graphshard.report.machine import machine_facts
 
@@ -71,8 +71,11 @@ class Output:
         if self._json_path == "-":
             self._json_file.write(text)
             self._json_file.flush()
-        else:
+            return
+        try:
             Path(self._json_path).write_text(text)
+        except OSError as error:
+            raise SpecError(f"--json {self._json_path} could not be written: {error.strerror}") from error
 
 
 def answering(function: Command) -> Callable[..., None]:

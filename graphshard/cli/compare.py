@@ -16,6 +16,7 @@ from graphshard.cli.compare_stage import Stage, Staged
 from graphshard.cli.planning import LAYERS, RANKS, IntOrAuto, Units, transport_option
 from graphshard.core.errors import DeviceError, GraphshardError
 from graphshard.device import host_driver_environment
+from graphshard.device.cuda import cuda_index
 from graphshard.models.config import load_llama_config
 from graphshard.report.tables import table_of
 from graphshard.runtime.sequence import SeenOp
@@ -80,6 +81,8 @@ def command(
     if model is not None:
         refuse_given(["layers"], "--model has its own layers")
         load_llama_config(model)  # refused here, before ranks are started
+    if device == "cuda":
+        cuda_index(world_size - 1)  # refused here, with one reason for all ranks
     if (reason := why_no_bindings()) is not None:
         raise DeviceError(f"captured graphs cannot be looked at: {reason}")
     request = {
@@ -188,7 +191,7 @@ def verdict(difference: Mapping[str, Any] | None, ran: bool, outputs_equal: bool
         if not ran:
             lines.append("nothing was run: unlike gathers make ranks wait in vain, or leave other bytes in a slot")
     else:
-        lines.append(f"sequences equal: eager and captured, on {num_ranks} ranks")
+        lines.append(f"sequences equal: eager and captured, on {num_ranks} rank{'s' if num_ranks > 1 else ''}")
     if outputs_equal is False:
         lines.append("outputs DIFFER between the eager run and the replay")
     return lines

@@ -39,10 +39,12 @@ class Staged:
 
     def check(self, transport: str, device: str, world_size: int) -> None:
         """A usage error if it would have no effect."""
-        if self.skip is not None and self.skip[0] >= world_size:
-            raise click.UsageError(f"--stage: there is no rank {self.skip[0]} among {world_size} ranks")
         if self.library and (transport, device) != ("nccl", "host"):
             raise click.UsageError(f"--stage {self.library}: needs --transport nccl on --device host")
+        ranks = [*(self.skip or [])[:1], *map(int, re.findall(r"rank=(\d+)", self.library))]
+        for rank in ranks:
+            if rank >= world_size:
+                raise click.UsageError(f"--stage: there is no rank {rank} among {world_size} ranks")
 
 
 class Stage(click.ParamType[str]):

@@ -10,6 +10,7 @@ from cli_runner import Answer, apart, here
 from small_llama import write_small_llama
 
 from graphshard.cli import compare
+from graphshard.core.errors import DeviceError
 from graphshard.device.as_libcuda import why_not_as_libcuda
 
 pytestmark = pytest.mark.skipif(why_not_as_libcuda() is not None, reason=str(why_not_as_libcuda()))
@@ -123,6 +124,7 @@ def test_a_folders_model(tmp_path: Path) -> None:
         (["--stage", "skip:rank=1"], "is not known; known: skip:rank=R,unit=U"),
         (["--stage", "sm_kernel"], "--stage sm_kernel: needs --transport nccl on --device host"),
         (["--stage", "skip:rank=2,unit=0"], "there is no rank 2 among 2 ranks"),
+        (["--stage", "null_window;swap:rank=2,call=0", "--transport", "nccl"], "there is no rank 2 among 2 ranks"),
         (["--transport", "gloo"], "'gloo' is not one of 'pull', 'nccl'"),
         (["--layers", 2, "--model", "."], "--layers: --model has its own layers"),
         (["--model", "/nonexistent"], "/nonexistent"),
@@ -139,6 +141,21 @@ def test_a_unit_that_is_not_in_the_plan() -> None:
     answer = run("--world-size", 1, "--stage", "skip:rank=0,unit=4")
     assert answer.code == 2
     assert "unit 4 is not in the plan: it has 4 units" in answer.err
+
+
+def test_a_machine_without_a_gpu_says_so_before_ranks_are_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def no_device(local_rank: int) -> int:
+        asked.append(local_rank)
+        raise DeviceError("device cuda is not available: there is no driver")
+
+    monkeypatch.setattr(compare, "cuda_index", no_device)
+    monkeypatch.delattr(compare, "rank_values")
+    answer = here("compare", "--device", "cuda", "--world-size", 3)
+    assert answer.code == 3
+    assert answer.err == "DeviceError: device cuda is not available: there is no driver\n"
+    assert asked == [2]  # the rank that needs the most devices
 
 
 def test_a_machine_without_cuda_python_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,6 +179,9 @@ def test_outputs_that_differ_are_said_and_fail(monkeypatch: pytest.MonkeyPatch) 
         "plan": {},
     }
     monkeypatch.setattr(compare, "rank_values", lambda *a, **b: [value, {**value, "outputs_equal": False}])
+    full = here("compare", "--json", "/dev/full")
+    assert full.code == 2
+    assert full.err == "SpecError: --json /dev/full could not be written: No space left on device\n"
     answer = here("compare")
     assert answer.code == 1
     assert "outputs DIFFER between the eager run and the replay" in answer.out
