@@ -169,17 +169,24 @@ def _end_group(process: subprocess.Popen[str]) -> None:
     process.wait()
 
 
-def card_name(device: str) -> str:
-    """`nvidia-h200`, for the folder's name."""
-    if device == "host":
-        return "host"
-    smi = shutil.which("nvidia-smi")
+CARD_FACTS = ("name", "driver_version", "memory.total", "clocks.max.sm", "clocks.max.memory", "power.limit")
+
+
+def card_facts(device: str) -> dict[str, str]:
+    """What nvidia-smi says of the first card; nothing where there is none."""
+    smi = shutil.which("nvidia-smi") if device == "cuda" else None
     if smi is None:
-        return "cuda"
-    query = [smi, "--query-gpu=name", "--format=csv,noheader"]
+        return {}
+    query = [smi, f"--query-gpu={','.join(CARD_FACTS)}", "--format=csv,noheader"]
     done = subprocess.run(query, capture_output=True, text=True, timeout=30)
-    name = done.stdout.splitlines()[0] if done.returncode == 0 and done.stdout else "cuda"
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    lines = done.stdout.splitlines() if done.returncode == 0 else []
+    return dict(zip(CARD_FACTS, map(str.strip, lines[0].split(",")), strict=False)) if lines else {}
+
+
+def folder_name(device: str, facts: dict[str, str]) -> str:
+    """`2026-12-01-nvidia-h200`."""
+    card = re.sub(r"[^a-z0-9]+", "-", facts.get("name", device).lower()).strip("-")
+    return f"{time.strftime('%Y-%m-%d')}-{card}"
 
 
 def _steps(text: str) -> list[str]:
@@ -202,10 +209,11 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """All steps; 1 if one failed, 3 if there is no such device."""
+    """All steps; 1 if one failed."""
     options = _options(arguments)
     began = time.monotonic()
-    out = options.out or ROOT / "bench" / "results" / f"{time.strftime('%Y-%m-%d')}-{card_name(options.device)}"
+    facts = card_facts(options.device)
+    out = options.out or ROOT / "bench" / "results" / folder_name(options.device, facts)
     out, work = Path(out).resolve(), options.work.resolve()
     out.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(work / "steps", ignore_errors=True)
@@ -213,7 +221,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     steps = [name for name in options.steps if not (options.no_build and name == "build")]
     run = Run(options.device, out, work, not options.no_build, began)
     run.deadline += options.limit_s * run.patience
-    config: dict[str, Any] = {"device": run.device, "steps": steps, "limit_s": options.limit_s}
+    config: dict[str, Any] = {"device": run.device, "steps": steps, "limit_s": options.limit_s, "card": facts}
     with (out / "log.txt").open("w", encoding="utf-8") as file:
 
         def log(line: str) -> None:

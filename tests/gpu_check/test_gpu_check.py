@@ -103,6 +103,11 @@ def test_what_the_time_does_not_suffice_for_has_not_run(tmp_path: Path) -> None:
     assert result.rows()[0]["status"] == "not run" and "time was up" in result.rows()[0]["reason"]
 
 
+def test_folders_are_named_after_the_card() -> None:
+    assert check.folder_name("cuda", {"name": "NVIDIA H200"}).endswith("-nvidia-h200")
+    assert check.folder_name("host", check.card_facts("host")).endswith("-host")
+
+
 def test_unknown_steps_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         check.main(["--steps", "probe,nonsense"])
