@@ -88,9 +88,8 @@ class PlayedTorch:
         }  # fmt: skip
         for name, value in names.items():
             patch.setattr(torch.cuda, name, value)
-        patch.setattr(torch._C, "_cuda_endAllocateToPool", self._end_allocating, raising=False)
 
-    def _end_allocating(self, index: int, pool: tuple[int, int]) -> None:
+    def end_allocating(self, index: int, pool: tuple[int, int]) -> None:
         if "allocator captures" not in self.log:
             raise RuntimeError("not currently recording to this pool")
         self.log.remove("allocator captures")
@@ -101,6 +100,7 @@ class PlayedTorch:
 def played(monkeypatch: pytest.MonkeyPatch) -> PlayedTorch:
     played = PlayedTorch()
     played.install(monkeypatch)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", played.end_allocating, raising=False)
     return played
 
 
