@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -63,26 +64,9 @@ class PlayedTorch:
             finally:
                 played.current = before
 
-        class Graph:
-            """As torch.cuda.graph: if the capture cannot be ended, its stream stays the current one."""
-
-            def __init__(self, graph: PlayedGraph, **arguments: Any) -> None:
-                played.graph_arguments = {"graph": graph, **arguments}
-
-            def __enter__(self) -> None:
-                self._before, played.current = played.current, played.graph_arguments["stream"]
-                played.log += ["begin", "allocator captures"]
-
-            def __exit__(self, *_: object) -> None:
-                played.log.append("end")
-                if played.fails_at_end:
-                    raise RuntimeError("capture was lost")
-                played.log.remove("allocator captures")
-                played.current = self._before
-
         names = {
-            "Event": Event, "CUDAGraph": PlayedGraph, "ExternalStream": PlayedStream, "graph": Graph,
-            "device": device, "stream": stream, "graph_pool_handle": lambda: (0, 7),
+            "Event": Event, "CUDAGraph": PlayedGraph, "ExternalStream": PlayedStream,
+            "graph": partial(PlayedCapture, self), "device": device, "stream": stream, "graph_pool_handle": lambda: (0, 7),
             "current_stream": lambda device: played.current,
             "set_stream": lambda stream: setattr(played, "current", stream),
         }  # fmt: skip
@@ -94,6 +78,27 @@ class PlayedTorch:
             raise RuntimeError("not currently recording to this pool")
         self.log.remove("allocator captures")
         self.log.append(f"allocator of {index} ends {pool}")
+
+
+class PlayedCapture:
+    """As torch.cuda.graph: if the capture cannot be ended, its stream stays the current one."""
+
+    def __init__(self, played: PlayedTorch, graph: PlayedGraph, **arguments: Any) -> None:
+        self._played = played
+        played.graph_arguments = {"graph": graph, **arguments}
+
+    def __enter__(self) -> None:
+        played = self._played
+        self._before, played.current = played.current, played.graph_arguments["stream"]
+        played.log += ["begin", "allocator captures"]
+
+    def __exit__(self, *_: object) -> None:
+        played = self._played
+        played.log.append("end")
+        if played.fails_at_end:
+            raise RuntimeError("capture was lost")
+        played.log.remove("allocator captures")
+        played.current = self._before
 
 
 @pytest.fixture
