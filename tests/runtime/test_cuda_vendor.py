@@ -66,8 +66,8 @@ class PlayedTorch:
 
         names = {
             "Event": Event, "CUDAGraph": PlayedGraph, "ExternalStream": PlayedStream,
-            "graph": partial(PlayedCapture, self), "device": device, "stream": stream, "graph_pool_handle": lambda: (0, 7),
-            "current_stream": lambda device: played.current,
+            "graph": partial(PlayedCapture, self), "device": device, "stream": stream,
+            "graph_pool_handle": lambda: (0, 7), "current_stream": lambda device: played.current,
             "set_stream": lambda stream: setattr(played, "current", stream),
         }  # fmt: skip
         for name, value in names.items():
