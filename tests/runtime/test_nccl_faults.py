@@ -33,8 +33,7 @@ def one_text(told: list[list[Any]]) -> str:
     return str(texts.pop())
 
 
-@pytest.mark.parametrize("run", ["eager", "graph"])
-@pytest.mark.parametrize("skipping", [0, 2])
+@pytest.mark.parametrize(("skipping", "run"), [(0, "eager"), (2, "graph")])
 def test_a_rank_that_does_not_come_is_named_on_all(skipping: int, run: str) -> None:
     """A1, and I9: what is asked of a broken communicator afterwards is refused with the first reason."""
     told = run_on_ranks(programs.skip_a_step, 3, skipping, run, False, "nccl")
