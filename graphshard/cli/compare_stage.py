@@ -10,10 +10,10 @@ import click
 
 _SKIP = re.compile(r"skip:rank=(\d+),unit=(\d+)")
 LIBRARY = {
-    "version=CODE": r"version=\d+",
+    "version=CODE": r"version=[1-9]\d{0,8}",
     "null_window": "null_window",
-    "skip:rank=R,call=N": r"skip:rank=\d+,call=\d+",
-    "swap:rank=R,call=N": r"swap:rank=\d+,call=\d+",
+    "skip:rank=R,call=N": r"skip:rank=\d+,call=[1-9]\d{0,8}",
+    "swap:rank=R,call=N": r"swap:rank=\d+,call=[1-9]\d{0,8}",
     "first_use_hang": "first_use_hang",
     "sm_kernel": "sm_kernel",
     "abort_hang": "abort_hang",

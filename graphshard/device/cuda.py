@@ -17,6 +17,8 @@ from graphshard.device.mapping import MASK, DeviceRow, choose_index
 LIBRARY_NAME = "libcuda.so.1"
 """Found by the loader, as every CUDA program finds it: the driver is no part of any toolkit or wheel."""
 
+_LARGEST_INDEX = (1 << 31) - 1  # the driver counts devices by int
+
 # CUdevice_attribute numbers (cuda.h).
 _COPY_ENGINES = 40
 _WINDOWS = 102
@@ -35,6 +37,8 @@ class CudaDevice:
             DeviceError: no driver, no such device, or one without exportable memory.
         """
         self.index, self.same_gpu = index, same_gpu
+        if not 0 <= index <= _LARGEST_INDEX:
+            raise DeviceError(f"device cuda:{index} is not available: there is no such index; available here: host")
         try:
             self._driver = Driver(library, index)
         except DriverError as error:

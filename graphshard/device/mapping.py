@@ -55,6 +55,8 @@ def choose_index(uuids: Sequence[str], mask: str | None, local_rank: int, *, sam
         hint = f"unset {MASK} or name a device in it" if mask is not None else "is there a GPU in this machine?"
         raise DeviceError(f"local rank {local_rank} has no device: the driver shows none ({mask_text(mask)}); {hint}")
     check_mask(uuids, mask)
+    if local_rank < 0:
+        raise DeviceError(f"local rank {local_rank} is no rank: ranks of a machine count from 0")
     if len(uuids) == 1:
         return 0
     if same_gpu:

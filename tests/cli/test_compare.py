@@ -124,7 +124,11 @@ def test_a_folders_model(tmp_path: Path) -> None:
         (["--stage", "skip:rank=1"], "is not known; known: skip:rank=R,unit=U"),
         (["--stage", "sm_kernel"], "--stage sm_kernel: needs --transport nccl on --device host"),
         (["--stage", "skip:rank=2,unit=0"], "there is no rank 2 among 2 ranks"),
-        (["--stage", "null_window;swap:rank=2,call=0", "--transport", "nccl"], "there is no rank 2 among 2 ranks"),
+        (["--stage", "null_window;swap:rank=2,call=1", "--transport", "nccl"], "there is no rank 2 among 2 ranks"),
+        (
+            ["--stage", "skip:rank=1,call=0", "--transport", "nccl"],
+            "'skip:rank=1,call=0' is not known",
+        ),  # 1 is the first
         (["--transport", "gloo"], "'gloo' is not one of 'pull', 'nccl'"),
         (["--layers", 2, "--model", "."], "--layers: --model has its own layers"),
         (["--model", "/nonexistent"], "/nonexistent"),

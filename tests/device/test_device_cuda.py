@@ -101,6 +101,9 @@ def test_fabric_handles_are_refused_where_there_is_no_fabric(device: CudaDevice)
 
 
 def test_a_device_that_does_not_exist_is_refused() -> None:
+    for index in (-1, 1 << 31, 10**20):
+        with pytest.raises(DeviceError, match=rf"device cuda:{index} is not available: there is no such index"):
+            CudaDevice(index, library=LIBRARY)
     with pytest.raises(DeviceError, match=r"device cuda:7 is not available: device 7 does not exist.*here: host"):
         CudaDevice(7, library=LIBRARY)
 

@@ -73,6 +73,8 @@ def test_more_ranks_than_devices_are_refused_or_share() -> None:
         mapped("3,1", 3)
     with pytest.raises(DeviceError, match=r"shows 4 .*not set"):
         mapped(None, 5)
+    with pytest.raises(DeviceError, match="local rank -1 is no rank"):
+        choose_index(PHYSICAL, None, -1)
     assert mapped("3,1", 4, same_gpu=True) == [PHYSICAL[3], PHYSICAL[1]] * 2
 
 
