@@ -98,10 +98,15 @@ STEPS: dict[str, tuple[Callable[[Run], list[str]], float]] = {
 def _driver_library(run: Run) -> str:
     if run.device == "cuda":
         return "libcuda.so.1"
-    found = importlib.util.find_spec("graphshard._core")
-    if found is None or found.origin is None:
-        raise LookupError("graphshard is not installed for this interpreter, so there is no host driver to probe")
-    return str(Path(found.origin).parent / "lib" / "libgraphshard_hostcuda.so")
+    name = Path("lib") / "libgraphshard_hostcuda.so"
+    places = [run.tree / "graphshard"]  # of an earlier run
+    with contextlib.suppress(ModuleNotFoundError):
+        found = importlib.util.find_spec("graphshard._core")
+        places += [Path(found.origin).parent] if found is not None and found.origin is not None else []
+    for place in places:
+        if (place / name).is_file():
+            return str(place / name)
+    raise LookupError("graphshard was neither installed nor built here before, so there is no host driver to probe")
 
 
 def _environment(run: Run) -> dict[str, str]:

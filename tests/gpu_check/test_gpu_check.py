@@ -103,6 +103,22 @@ def test_what_the_time_does_not_suffice_for_has_not_run(tmp_path: Path) -> None:
     assert result.rows()[0]["status"] == "not run" and "time was up" in result.rows()[0]["reason"]
 
 
+def test_a_host_driver_that_is_not_there_is_not_probed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(name: str) -> None:
+        raise ModuleNotFoundError(name)
+
+    monkeypatch.setattr(check.importlib.util, "find_spec", nothing)
+    run = check.Run("host", tmp_path, tmp_path, True, time.monotonic() + 60)
+    assert check.run_step(run, "probe", print).rows() == [
+        {
+            "step": "probe",
+            "check": "all",
+            "status": "skipped",
+            "reason": "graphshard was neither installed nor built here before, so there is no host driver to probe",
+        }
+    ]
+
+
 def test_folders_are_named_after_the_card() -> None:
     assert check.folder_name("cuda", {"name": "NVIDIA H200"}).endswith("-nvidia-h200")
     assert check.folder_name("host", check.card_facts("host")).endswith("-host")
