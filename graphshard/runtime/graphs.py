@@ -56,9 +56,13 @@ class HostCaptured:
     calls: Calls
 
     @staticmethod
-    def capture(calls: Calls, executor: str, seed: int, bound: BoundProgram) -> HostCaptured:
-        """Capture `bound` with `calls` as its compute. Nothing runs."""
-        graph = bound.op_list.capture(calls)
+    def capture(calls: Calls, executor: str, seed: int, bound: BoundProgram, timeout_s: float) -> HostCaptured:
+        """Capture `bound` with `calls` as its compute. Nothing runs.
+
+        Raises:
+            DriverError: the driver refused, or a capture that others opened did not end in time.
+        """
+        graph = bound.op_list.capture(calls, (), timeout_s)
         return HostCaptured(graph, graph.instantiate(executor, seed), bound, calls)
 
     @property

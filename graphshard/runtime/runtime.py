@@ -23,7 +23,7 @@ from graphshard.comm.control import CLOSED, ControlTable
 from graphshard.comm.doorkeeper import Doorkeeper
 from graphshard.comm.group import Group
 from graphshard.comm.transport import Transport
-from graphshard.core.errors import GraphshardError, SpecError
+from graphshard.core.errors import DeviceError, GraphshardError, SpecError
 from graphshard.core.specs import BufferRole, StepShape
 from graphshard.runtime.admission import Admission
 from graphshard.runtime.bind import BoundProgram, Hooks, gathers_text
@@ -156,7 +156,10 @@ class Runtime(Stepping):
 
     def _capture_on_host(self, shape: StepShape, calls: Calls, bound: BoundProgram) -> Captured:
         with self._capture_lock(shape):
-            return HostCaptured.capture(calls, self.plan.executor, self.hooks.seed, bound)
+            try:
+                return HostCaptured.capture(calls, self.plan.executor, self.hooks.seed, bound, self.timeout_s)
+            except DriverError as error:
+                raise DeviceError(f"step shape {shape} cannot be captured: {error}") from error
 
     def _capture_on_cuda(self, cuda: CudaCompute, shape: StepShape, bound: BoundProgram) -> Captured:
         """Takes the capture lock itself, after the warm-up: segments may wait for ranks that are threads here."""
