@@ -112,16 +112,24 @@ def refuse_given(names: Sequence[str], why: str) -> None:
 
 
 def rank_values(
-    out: Output, entry: str, world_size: int, request: Json, timeout_s: float, env: Mapping[str, str] | None = None
+    out: Output,
+    entry: str,
+    world_size: int,
+    request: Json,
+    timeout_s: float,
+    after_failure_s: float | None = None,
+    env: Mapping[str, str] | None = None,
 ) -> list[Any]:
     """What `entry(group, request)` returned in each of `world_size` rank processes, by rank.
 
-    `env` is added to their environment.
+    Limits as `RankProcesses.wait` has them; `env` is added to their environment.
 
     Raises:
         GraphshardError: of the rank that failed first; with --debug its traceback is printed before.
     """
-    results = run_ranks(entry, world_size, arguments=[request], timeout_s=timeout_s, env=env)
+    results = run_ranks(
+        entry, world_size, arguments=[request], timeout_s=timeout_s, after_failure_s=after_failure_s, env=env
+    )
     if out.debug and (text := failure_text(results)):
         print(text, file=sys.stderr)
     raise_first_failure(results)

@@ -24,6 +24,7 @@ from graphshard.runtime.walk import why_no_bindings
 
 ENTRY = "graphshard.cli.compare_ranks:compare"
 LAUNCH_TIMEOUT_S = 600.0
+LAST_WAITS_S = 5.0  # for ranks that are waiting when one fails, beyond the limit of a wait
 MAX_SHOWN_ROWS = 60
 SEQUENCE_COLUMNS = {
     "order": "order",
@@ -97,7 +98,7 @@ def command(
     }
     env = host_driver_environment() if device == "host" else {}
     try:
-        values = rank_values(out, ENTRY, world_size, request, LAUNCH_TIMEOUT_S, env=env)
+        values = rank_values(out, ENTRY, world_size, request, LAUNCH_TIMEOUT_S, timeout_s + LAST_WAITS_S, env)
     except GraphshardError as error:
         if not staged.library:
             raise
