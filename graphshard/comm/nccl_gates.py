@@ -5,6 +5,7 @@ Sources: NCCL's release notes and documentation for 2.28 to 2.32, and public rep
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -28,6 +29,8 @@ VARIABLES = (
 )
 """Environment variables that a rule looks at; ranks compare them."""
 _POLICIES = {"DEFAULT": 0, "EFFICIENCY": 1, "ZERO": 2}
+_WHOLE = re.compile(r"\s*[+-]?(0|[1-9][0-9]{0,17})\s*")
+"""What Python and C read as one and the same number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +102,7 @@ def _malformed(environment: Mapping[str, str]) -> Iterator[Verdict]:
 def _number(name: str, text: str) -> int | None:
     if name == "NCCL_CTA_POLICY" and text.strip().upper() in _POLICIES:
         return _POLICIES[text.strip().upper()]
-    try:
-        return int(text)
-    except ValueError:
-        return None
+    return int(text) if _WHOLE.fullmatch(text) else None
 
 
 def _value(facts: NcclFacts, name: str) -> int | None:

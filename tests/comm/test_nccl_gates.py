@@ -41,6 +41,7 @@ REFUSED = [
     # malformed values are errors, not defaults
     ({"environment": {"NCCL_CUMEM_ENABLE": "yes"}}, "NCCL_CUMEM_ENABLE='yes' is malformed: give a whole number"),
     ({"environment": {"CUDA_LAUNCH_BLOCKING": ""}}, "CUDA_LAUNCH_BLOCKING='' is malformed"),
+    *[({"environment": {"NCCL_NVLS_ENABLE": text}}, "is malformed") for text in ("1_0", "010", "0x1", "\u0663")],
     ({"environment": {"NCCL_CTA_POLICY": "none"}}, "DEFAULT, EFFICIENCY or ZERO"),
 ]
 
