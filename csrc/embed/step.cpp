@@ -56,6 +56,9 @@ void Step::check_prefetch() const {
   if (ops.streams().size() != 1) {
     throw std::invalid_argument("a prefetch list has one stream, not " + std::to_string(ops.streams().size()));
   }
+  if (ops.streams()[0] != parts_.prefetch_stream->handle()) {
+    throw std::invalid_argument("a prefetch list's stream is the step's prefetch stream");
+  }
   ops.check_calls(*no_calls_, 0, ops.size());
 }
 

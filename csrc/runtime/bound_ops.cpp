@@ -10,11 +10,15 @@ BoundOps::BoundOps(Driver& driver, const Streams& streams, size_t num_events, st
   driver_.enter();
   if (streams.empty()) throw std::invalid_argument("an op list needs a stream: stream 0 is its origin");
   for (const auto& stream : streams) {
+    if (stream == nullptr) throw std::invalid_argument("a stream of an op list is none");
     if (&stream->driver() != &driver_) throw std::invalid_argument("an op list's streams belong to its own driver");
     handles_.push_back(stream->handle());
     streams_.push_back(stream->handle()->stream);
   }
-  for (const auto& collective : collectives_) collective_pointers_.push_back(collective.get());
+  for (const auto& collective : collectives_) {
+    if (collective == nullptr) throw std::invalid_argument("a collective of an op list is none");
+    collective_pointers_.push_back(collective.get());
+  }
   for (size_t i = 0; i < size(); ++i) bind(i);
   std::sort(memories_.begin(), memories_.end());
   memories_.erase(std::unique(memories_.begin(), memories_.end()), memories_.end());

@@ -226,6 +226,7 @@ def test_the_interpreter_may_end_before_the_server_releases_its_step() -> None:
     [
         ({"shape": (0, 1)}, "step shape 0x1: both numbers start at 1"),
         ({"inputs": [("", 4096, 1)]}, "needs a name and an address"),
+        ({"prefetch": True}, "a prefetch list's stream is the step's prefetch stream"),
         ({"prefetch_stream": True}, "a step with a prefetch list needs its stream, and the other way round"),
     ],
 )
@@ -233,5 +234,7 @@ def test_steps_that_cannot_be_are_refused(driver: Driver, stream: Stream, change
     exec = OpList(driver, [stream], 0, []).capture(Calls([])).instantiate()
     if "prefetch_stream" in change:
         change = {"prefetch_stream": stream}
+    if "prefetch" in change:
+        change = {"prefetch": OpList(driver, [stream], 0, []), "prefetch_stream": Stream(driver)}
     with pytest.raises(ValueError, match=reason):
         Step(**{"exec": exec, "stream": stream, "shape": (1, 1), "inputs": [], "outputs": [], **change})

@@ -29,6 +29,9 @@ def test_a_word_in_host_memory(driver: Driver, stream: Stream) -> None:
     ops = [("write_value", 0, word.address, 5), ("wait_value", 0, word.address, 5)]
     OpList(driver, [stream], 0, ops).capture(Calls([])).instantiate().launch(stream)
     assert word.wait(5, TIMEOUT_S) and word.value == 5
+    for offset in (2, 8, (1 << 64) - 4):
+        with pytest.raises(DriverError, match=f"offset {offset} is no aligned word of 8 bytes"):
+            Word(Memory.allocate_host(driver, 8), offset)
 
 
 def test_host_memory_outlives_the_work_on_it(driver: Driver, stream: Stream, latch: Latch) -> None:
