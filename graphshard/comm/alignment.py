@@ -38,8 +38,29 @@ class ProgressWords:
     ended: int
 
 
+class Watched(Protocol):
+    """What a watchdog does beside the calls of a runtime, with the runtime's lock held."""
+
+    def wait(self, waiter: Callable[[float], bool], awaited: Awaited) -> bool:
+        """See `Alignment.wait`."""
+
+    def look(self, awaited: Awaited, *, is_late: bool) -> None:
+        """One look at the peers while `awaited` runs; with `is_late` no more time is given.
+
+        Raises:
+            CommError: it will not end, or not with right bytes, and why. Peers have been told.
+        """
+
+    def keep(self, error: CommError) -> None:
+        """Nobody is there to raise `error`: the runtime's next call does."""
+
+
 class Alignment(Protocol):
     """Between a runtime's steps and those of its peers. Used with the runtime's lock held."""
+
+    @property
+    def watched(self) -> Watched | None:
+        """What a watchdog is to look at, if steps that nobody waits for may need peers."""
 
     @property
     def broken(self) -> str | None:
@@ -89,6 +110,7 @@ class Alignment(Protocol):
 class Apart:
     """Each rank at its own pace: nobody waits for a peer, so nothing is compared."""
 
+    watched: Watched | None = None
     broken: str | None = None
     progress: ProgressWords | None = None
     number = 0

@@ -65,6 +65,12 @@ class Lockstep:
         self._kind: IssueKind | None = None
         self._step = 0
         self._broken: str | None = None
+        self._kept: CommError | None = None
+
+    @property
+    def watched(self) -> Lockstep:
+        """Steps that nobody waits for need peers, too."""
+        return self
 
     @property
     def broken(self) -> str | None:
@@ -83,6 +89,7 @@ class Lockstep:
 
     def check(self, what: str) -> None:
         """CommError if this rank or a peer gave up; the first time with the whole reason."""
+        self._raise_kept()
         if self._broken is not None:
             raise CommError(
                 f"{what} is refused: rank {self._rank}'s communicator is broken ({self._broken}); end all ranks of "
@@ -115,20 +122,31 @@ class Lockstep:
 
     def wait(self, waiter: Callable[[float], bool], awaited: Awaited) -> bool:
         """Until all that was issued has ended, bounded, with a look at the peers now and then."""
+        self._raise_kept()
+        if self._broken is not None:  # what was aborted may end, with wrong bytes
+            raise CommError(self._broken)
         deadline = time.monotonic() + self._timeout_s
-        number = awaited.number or self._number
         while not waiter(max(0.0, min(_SLICE_S, deadline - time.monotonic()))):
-            self._publish()
-            self._adopt()
-            self._compare(awaited.what)
-            self._look_for_the_missing(awaited.what, number)
-            self._ask_communicators(awaited.what)
-            if time.monotonic() >= deadline:
-                raise self._late(awaited, number)
+            self.look(awaited, is_late=time.monotonic() >= deadline)
         self._compare(awaited.what)  # what has ended paired up with what peers posted: was it the same?
         if awaited.is_all:
-            self._control.mine.set_num_finished(number)
+            self._control.mine.set_num_finished(awaited.number or self._number)
         return True
+
+    def look(self, awaited: Awaited, *, is_late: bool) -> None:
+        """See `Watched.look`."""
+        number = awaited.number or self._number
+        self._publish()
+        self._adopt()
+        self._compare(awaited.what)
+        self._look_for_the_missing(awaited.what, number)
+        self._ask_communicators(awaited.what)
+        if is_late:
+            raise self._late(awaited, number)
+
+    def keep(self, error: CommError) -> None:
+        """See `Watched.keep`."""
+        self._kept = error
 
     def ended(self) -> None:
         """Peers that still wait need this rank no more."""
@@ -264,6 +282,11 @@ class Lockstep:
         self._broken = text
         self._communicators.break_off()
         return CommError(text)
+
+    def _raise_kept(self) -> None:
+        error, self._kept = self._kept, None
+        if error is not None:
+            raise error
 
 
 _ALIKE = "under a collective transport all ranks make the same calls in the same order"

@@ -42,6 +42,8 @@ class Hooks:
     """Units whose gathers the list lacks; waits and records for them stay."""
     torch_cuda: TorchCuda | None = None
     """What plays torch.cuda on a CUDA device without one."""
+    look_s: float = 0.05
+    """How often a watchdog looks."""
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,7 @@ class StepGraph:
 
         Order:   after everything that this runtime was asked to do before. On `host` the calling thread is the
                  current stream, so this returns when `outputs` may be read (a tail prefetch may still run). On `cuda`
-                 it is torch's: what the current stream gets from now on may read them.
+                 it is torch's: what the current stream gets from now on may read them, the host after `synchronize`.
         Blocks:  the host, bounded by the runtime's timeout; on `cuda` only while two steps are in flight.
         Capture: no.
 
@@ -123,6 +123,10 @@ class StepGraph:
         self._runtime.at_step_boundary()
         captured = self._open()
         self._runtime.step(self.shape, captured.bound, captured.launch, captured.calls)
+
+    def synchronize(self) -> None:
+        """Wait, bounded, until the replays so far have ended and the host may read `outputs`: `Runtime.synchronize`."""
+        self._runtime.synchronize()
 
     @property
     def handle(self) -> int:

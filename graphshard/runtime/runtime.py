@@ -34,6 +34,7 @@ from graphshard.runtime.compute import ComputeTable, refuse_inside_segment
 from graphshard.runtime.cuda.compute import CudaCompute
 from graphshard.runtime.cuda.in_flight import InFlight
 from graphshard.runtime.cuda.torch_cuda import TorchCuda
+from graphshard.runtime.cuda.watchdog import Watchdog
 from graphshard.runtime.graphs import Captured, HostCaptured, StepGraph
 from graphshard.runtime.loop import StepLoop, StepObserver, StepPieces, StepTurn
 from graphshard.runtime.memory import BufferRow, RuntimeMemory
@@ -72,10 +73,13 @@ class Runtime(Stepping):
         )
         self.group = group
         self._control, self._compute = control, compute
+        self.turn = StepTurn(timeout_s)
         if torch_cuda is not None:
             self._cuda = CudaCompute(compute, torch_cuda, tuple(self._streams.values()), timeout_s=timeout_s)
             self._in_flight = InFlight(driver)
-        self.turn = StepTurn(timeout_s)
+            if alignment.watched is not None:
+                watched = alignment.watched
+                self._watchdog = Watchdog(self.turn.lock, self._in_flight, watched, timeout_s, hooks.look_s)
         self.observer: StepObserver | None = None
         """Told of the layers of steps that run as loops (`begin_step`); set by `attach`."""
         self._graphs: dict[StepShape, StepGraph] = {}
@@ -332,6 +336,8 @@ class Runtime(Stepping):
         with self.turn.lock:
             if self._closed:
                 return
+            if self._watchdog is not None:
+                self._watchdog.close()
             self.turn.give_up()
             self._closed = True
             self._admission.close()
@@ -350,7 +356,7 @@ class Runtime(Stepping):
             self._transport.close()
             self._must_exit = self._transport.must_exit
             if self._must_exit is not None:
-                leave_behind(self._streams, self._memory, self._done, self._slots)
+                leave_behind(self._streams, self._memory, self._done, self._slots, self._in_flight)
             self._streams.clear()
             del self._admission, self._slots, self._compute, self._done, self._memory
 

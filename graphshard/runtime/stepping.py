@@ -19,6 +19,7 @@ from graphshard.runtime.binding import Binding
 from graphshard.runtime.compute import refuse_inside_segment
 from graphshard.runtime.cuda.compute import CudaCompute
 from graphshard.runtime.cuda.in_flight import InFlight
+from graphshard.runtime.cuda.watchdog import Watchdog
 from graphshard.runtime.embedding import Embedding
 from graphshard.runtime.graphs import Captured
 from graphshard.runtime.loop import StepTurn
@@ -43,6 +44,8 @@ class Stepping(Binding):
     """Who computes on a GPU; None on `host`."""
     _in_flight: InFlight | None = None
     """On a GPU, steps whose end the host has not waited for."""
+    _watchdog: Watchdog | None = None
+    """Who looks after those under a collective transport."""
 
     @property
     def is_collective(self) -> bool:
@@ -94,6 +97,23 @@ class Stepping(Binding):
             raise self.late_error(awaited.what, awaited.detail())
         calls.check()
         self._control.mine.set_progress(self._num_steps, len(bound.program.ops))
+
+    def synchronize(self) -> None:
+        """Wait until every step that was launched has ended: the host may read outputs. At once on `host`.
+
+        Blocks:  the host, bounded by the runtime's timeout for each step in flight.
+        Capture: no.
+
+        Raises:
+            ProgramError: the runtime was closed.
+            CommError: a step did not end in time, or a peer that it needs gave up, died or gathered something else.
+        """
+        refuse_inside_segment("synchronize")
+        with self.turn.lock:
+            self.check_open()
+            late = self._in_flight.synchronize(self._alignment.wait) if self._in_flight is not None else None
+            if late is not None:
+                raise self.late_error(late.what, late.detail())
 
     def embed(
         self, shape: StepShape, captured: Captured, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]

@@ -1,4 +1,4 @@
-"""One rank whose compute is torch's on CUDA, as far as the runtime can see: `FakeTorchCuda` over the host driver."""
+"""Ranks whose compute is torch's on CUDA, as far as the runtime can see: `FakeTorchCuda` over the host driver."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ import graphshard
 from graphshard.comm.group import Group
 from graphshard.core.plan import Plan
 from graphshard.core.specs import SegmentSpec, StepShape
-from graphshard.device import open_device
+from graphshard.device import CudaDevice, open_device
+from graphshard.device.host import library_path
 from graphshard.runtime.bind import BoundProgram, Hooks
 from graphshard.runtime.cuda.compute import CudaCompute
 from graphshard.runtime.cuda.step import CapturedStep
@@ -91,6 +92,39 @@ class Rig:
     def synchronize(self) -> None:
         for stream in self.streams:
             assert stream.synchronize(TIMEOUT_S)
+
+
+class Rank:
+    """This rank's runtime on a GPU of its own, as far as it can tell."""
+
+    def __init__(self, group: Group, **choices: Any) -> None:
+        """`stalls` and `look_s` are `Hooks`, `before` is the plot; the rest is for `graphshard.compile`."""
+        self.device = CudaDevice(0, library=str(library_path()), same_gpu=True)
+        self.torch_cuda, self.plot = FakeTorchCuda(self.device.driver), Plot()
+        self.model = KernelModel(self.torch_cuda, self.plot)
+        stalls = choices.pop("stalls", {})
+        self.plot.before.update(choices.pop("before", {}))
+        look_s = choices.pop("look_s", 0.05)
+        defaults = {"min_shard_bytes": 0, "capture_sizes": [1], "timeout_s": TIMEOUT_S}
+        self.runtime: Runtime = graphshard.compile(
+            self.model,
+            group,
+            checkpoint=self.model.tensors(),
+            device=self.device,
+            hooks=Hooks(poison=True, torch_cuda=self.torch_cuda, stalls=stalls, look_s=look_s),
+            **(defaults | choices),
+        )
+
+    def wrong_after(self, act: Callable[[], object]) -> list[str]:
+        """As a caller sees it: outputs are read by work on the current stream, behind the step."""
+        outputs = self.runtime.buffers(min(self.runtime.programs), "output")
+        seen: list[str] = []
+        for tensor in outputs.values():
+            tensor.zero_()
+        act()
+        self.torch_cuda.kernel(lambda: seen.extend(self.model.wrong(outputs)))
+        self.torch_cuda.synchronize(self.torch_cuda.current_stream())
+        return seen
 
 
 @contextmanager

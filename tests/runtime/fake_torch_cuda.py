@@ -27,7 +27,7 @@ _ENTRY_POINTS = {
     "cuGraphDestroy": 10000,
     "cuGraphExecDestroy": 10000,
 }
-_NON_BLOCKING, _THREAD_LOCAL, _NO_TIMING = 1, 1, 2
+_NON_BLOCKING, _GLOBAL, _THREAD_LOCAL, _NO_TIMING = 1, 0, 1, 2
 
 
 class Calls:
@@ -129,6 +129,17 @@ class FakeTorchCuda:
         if self._graph is not None and self.current_stream() == 0:
             raise RuntimeError("CUDA error 906: operation would make the legacy stream depend on a capturing stream")
         self.calls("cuLaunchHostFunc", self.stream(self.current_stream()), thunk, None)
+
+    @contextmanager
+    def strict_capture(self) -> Iterator[None]:
+        """A capture of the caller's own on a new stream, lost if any thread makes an unsafe call: global mode."""
+        stream, graph = ctypes.c_void_p(self.new_stream()), ctypes.c_void_p()
+        self.calls("cuStreamBeginCapture", stream, _GLOBAL)
+        try:
+            yield
+        finally:
+            self.calls("cuStreamEndCapture", stream, ctypes.byref(graph))
+        self.calls("cuGraphDestroy", graph)
 
     @property
     def is_capturing(self) -> bool:

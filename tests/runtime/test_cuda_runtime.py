@@ -5,12 +5,9 @@ Kernels are host functions, see `fake_torch_cuda`; ranks are threads.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
-from cuda_rig import TIMEOUT_S, KernelModel, Plot
-from fake_torch_cuda import FakeTorchCuda
+from cuda_rig import TIMEOUT_S, Rank
 from fault_tools import Latch
 from ranks import run_on_ranks
 
@@ -19,43 +16,11 @@ from graphshard.comm.group import Group
 from graphshard.core.errors import CommError, DeviceError
 from graphshard.device import CudaDevice
 from graphshard.device.host import library_path
-from graphshard.runtime.bind import Hooks
 from graphshard.runtime.cuda.compute import NUM_WARM_UPS
 from graphshard.runtime.cuda.in_flight import MAX_STEPS
 from graphshard.runtime.runtime import Runtime
 
 FIRST = "layers.0.s0"
-
-
-class Rank:
-    """This rank's runtime on a GPU of its own, as far as it can tell."""
-
-    def __init__(self, group: Group, **choices: object) -> None:
-        self.device = CudaDevice(0, library=str(library_path()), same_gpu=True)
-        self.torch_cuda, self.plot = FakeTorchCuda(self.device.driver), Plot()
-        self.model = KernelModel(self.torch_cuda, self.plot)
-        stalls = choices.pop("stalls", {})
-        self.plot.before.update(choices.pop("before", {}))  # type: ignore[call-overload]
-        defaults: dict[str, object] = {"min_shard_bytes": 0, "capture_sizes": [1], "timeout_s": TIMEOUT_S}
-        self.runtime: Runtime = graphshard.compile(
-            self.model,
-            group,
-            checkpoint=self.model.tensors(),
-            device=self.device,
-            hooks=Hooks(poison=True, torch_cuda=self.torch_cuda, stalls=stalls),  # type: ignore[arg-type]
-            **(defaults | choices),  # type: ignore[arg-type]
-        )
-
-    def wrong_after(self, act: Callable[[], object]) -> list[str]:
-        """As a caller sees it: outputs are read by work on the current stream, behind the step."""
-        outputs = self.runtime.buffers(min(self.runtime.programs), "output")
-        seen: list[str] = []
-        for tensor in outputs.values():
-            tensor.zero_()
-        act()
-        self.torch_cuda.kernel(lambda: seen.extend(self.model.wrong(outputs)))
-        self.torch_cuda.synchronize(self.torch_cuda.current_stream())
-        return seen
 
 
 def steps_of_all_kinds(group: Group, choices: dict[str, object]) -> list[str]:

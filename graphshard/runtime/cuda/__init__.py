@@ -6,4 +6,5 @@ window       what holds while a capture is open
 watch        what no capture should hold, refused by the op's name
 step         a captured step
 in_flight    steps that the host does not wait for
+watchdog     who looks after them where they need peers
 """
