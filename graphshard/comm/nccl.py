@@ -218,6 +218,7 @@ class NcclTransport:
         """
         if not self._is_closed:
             self._is_closed = True
+            self._registered.clear()  # what was bound to the windows is stale, see `generations`
             self.must_exit = end_communicator(self._communicator, is_broken=self._is_broken_off)
 
     def _check_layout(self) -> None:
