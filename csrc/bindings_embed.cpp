@@ -67,7 +67,8 @@ void bind_embed(nb::module_& m) {
             return wait_bounded(timeout_s, [&](int64_t slice_ns) { return order.wait(slice_ns); });
           },
           "timeout_s"_a)
-      .def_prop_ro("num_replays", &StepOrder::replays);
+      .def_prop_ro("num_replays", &StepOrder::replays)
+      .def_prop_ro("num_uses", &StepOrder::uses);
   nb::class_<EmbeddedStep>(m, "Step")
       .def(nb::new_(&make_step), "exec"_a, "stream"_a, "shape"_a, "inputs"_a, "outputs"_a, "calls"_a = nb::none(),
            "order"_a = nb::none(), "prefetch"_a = nb::none(), "prefetch_stream"_a = nb::none(),

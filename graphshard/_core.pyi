@@ -354,7 +354,10 @@ class StepOrder:
         """Until C's last replay and prefetch have ended; False if `timeout_s` passed first."""
     @property
     def num_replays(self) -> int:
-        """Replays by C so far: what Python knew of the slots before them is worth nothing."""
+        """Replays by C so far."""
+    @property
+    def num_uses(self) -> int:
+        """Replays and prefetches by C so far: what Python knew of the slots before them is worth nothing."""
 
 class Step:
     """A captured step for a server: `gs_step_open(handle)` of graphshard.h takes a reference that outlives this one.

@@ -78,6 +78,7 @@ void Step::begin_prefetch() {
                      std::to_string(order.held) + " (0: nothing), and it has no prefetch list to bring it");
   }
   order.held = 0;  // until all of it is enqueued
+  ++order.num_prefetches;
   if (order.was_used) parts_.prefetch_stream->wait(order.last_use);
   parts_.prefetch->issue(no_calls_, 0, parts_.prefetch->size());
   parts_.prefetch_stream->record(order.arrived);

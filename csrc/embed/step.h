@@ -52,17 +52,23 @@ class StepOrder : public std::enable_shared_from_this<StepOrder> {
   }
   // Until the last replay, and the last prefetch, have ended; false if `timeout_ns` passed first.
   bool wait(int64_t timeout_ns) {
+    bool has_replay = false;
     bool has_prefetch = false;
     {
       const std::lock_guard<std::mutex> guard(mutex);
-      if (!was_used) return true;
+      has_replay = was_used;
       has_prefetch = has_arrived;
     }
-    return last_use.wait(timeout_ns) && (!has_prefetch || arrived.wait(timeout_ns));
+    return (!has_replay || last_use.wait(timeout_ns)) && (!has_prefetch || arrived.wait(timeout_ns));
   }
   uint64_t replays() {
     const std::lock_guard<std::mutex> guard(mutex);
     return num_replays;
+  }
+  // Replays and prefetches: each changes what the slots hold.
+  uint64_t uses() {
+    const std::lock_guard<std::mutex> guard(mutex);
+    return num_replays + num_prefetches;
   }
 
   std::mutex mutex;           // guards all below
@@ -74,6 +80,7 @@ class StepOrder : public std::enable_shared_from_this<StepOrder> {
   bool is_in_flight = false;  // no replay has waited for `arrived` since
   uint64_t held = 0;
   uint64_t num_replays = 0;
+  uint64_t num_prefetches = 0;
   uint64_t num_over = 0;  // replays that are known to be over
 };
 

@@ -73,17 +73,18 @@ class Embedding:
         )
 
     def take_over(self, timeout_s: float) -> bool:
-        """This runtime steps again, after all that C replayed. Whether C did since: then slots hold what C left.
+        """This runtime steps again, after all that C replayed or prefetched. Whether C did since: then slots hold that.
 
         Raises:
-            CommError: C's last replay did not end in time.
+            CommError: C's last replay or prefetch did not end in time. The next call waits for it again.
         """
-        num_replays = self._order.num_replays
-        if num_replays == self._seen:
+        num_uses = self._order.num_uses
+        if num_uses == self._seen:
             return False
-        self._seen = num_replays
         if not self._order.synchronize(timeout_s):
-            raise CommError(f"waited {timeout_s:.1f} s for replay {num_replays} of the server that embeds this runtime")
+            what = f"replay {self._order.num_replays}, or a prefetch,"
+            raise CommError(f"waited {timeout_s:.1f} s for {what} of the server that embeds this runtime")
+        self._seen = num_uses
         return True
 
     def hand_over(self) -> None:

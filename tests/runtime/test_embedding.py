@@ -13,8 +13,9 @@ from embed_api import DRIVER, OK, EmbeddedStep
 from ranks import run_on_ranks
 from torch import Tensor
 
+from graphshard._core import Memory, Stream
 from graphshard.comm.group import Group
-from graphshard.core.errors import DeviceError
+from graphshard.core.errors import CommError, DeviceError
 from graphshard.runtime.runtime import Runtime
 
 HEADS = ("inside", "outside", "tail")
@@ -86,6 +87,32 @@ def view(step: EmbeddedStep, name: str) -> Tensor:
 @pytest.mark.parametrize("head", HEADS)
 def test_a_server_replays_on_after_the_runtime_is_gone(head: str) -> None:
     assert run_on_ranks(outlived, 2, head) == [[], []]
+
+
+def prefetched_and_left(group: Group, head: str) -> list[str]:
+    """C's prefetch is held up: steps of the runtime wait for it, each of them, and rely on nothing in the slots."""
+    model = model_of()
+    with compiled(group, model, head) as runtime:
+        graph = runtime.graph(batch_size=1)
+        step = EmbeddedStep(graph.handle)
+        wrong = wrong_after(runtime, model, graph.replay)
+        latch, opener = Memory(runtime.driver, 4), Stream(runtime.driver)
+        runtime._streams["prefetch"].wait_value(latch.address, 1)
+        assert step.api.gs_step_prefetch(step.pointer) == OK, step.error
+        patience, runtime.timeout_s = runtime.timeout_s, 0.05
+        for act in (graph.replay, lambda: runtime.run(1)):
+            with pytest.raises(CommError, match=r"waited 0\.1 s for replay 0, or a prefetch, of the server"):
+                act()
+        runtime.timeout_s = patience
+        opener.write_value(latch.address, 1)
+        wrong += wrong_after(runtime, model, graph.replay)
+        step.release()
+        return wrong
+
+
+@pytest.mark.parametrize("head", ["outside", "tail"])
+def test_a_prefetch_of_the_servers_counts_as_a_use_of_the_slots(head: str) -> None:
+    assert run_on_ranks(prefetched_and_left, 2, head) == [[], []]
 
 
 def refused(group: Group) -> list[int]:
