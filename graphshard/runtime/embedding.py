@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from graphshard._core import ControlPage, Driver, Graph, OpList, Step, StepOrder, Stream, Word
+from graphshard._core import ControlPage, Driver, Event, Graph, OpList, Step, StepOrder, Stream, Word
 from graphshard.comm.transport import Transport
 from graphshard.core.errors import CommError
 from graphshard.core.ops import AgLaunch
@@ -39,7 +39,7 @@ class Embedding:
         self._driver, self._memory, self._transport = driver, memory, transport
         self._compute, self._prefetch = streams["compute"], streams["prefetch"]
         self._done, self._page = done, page
-        self._order = StepOrder(driver)
+        self._order, self._last_step = StepOrder(driver), Event(driver)
         self._seen = 0
         self._keys: dict[Held, int] = {}
 
@@ -73,23 +73,31 @@ class Embedding:
         )
 
     def take_over(self, timeout_s: float) -> bool:
-        """This runtime steps again, after all that C replayed or prefetched. Whether C did since: then slots hold that.
+        """This runtime uses the slots again, after all that C replayed or prefetched; C relies on nothing in them then.
+
+        Returns whether C did either since: then slots hold what it left.
 
         Raises:
             CommError: C's last replay or prefetch did not end in time. The next call waits for it again.
         """
         num_uses = self._order.num_uses
-        if num_uses == self._seen:
-            return False
-        if not self._order.synchronize(timeout_s):
+        is_news = num_uses != self._seen
+        if is_news and not self._order.synchronize(timeout_s):
             what = f"replay {self._order.num_replays}, or a prefetch,"
             raise CommError(f"waited {timeout_s:.1f} s for {what} of the server that embeds this runtime")
         self._seen = num_uses
-        return True
+        self._order.forget()
+        return is_news
 
     def hand_over(self) -> None:
         """A step of this runtime was enqueued: C's next replay comes after it, and relies on nothing in the slots."""
         self._order.leave(self._compute)
+
+    def hand_over_prefetch(self) -> None:
+        """Gathers between steps were enqueued, if any were due: as `hand_over`."""
+        self._compute.record(self._last_step)
+        self._prefetch.wait(self._last_step)
+        self._order.leave(self._prefetch)
 
     def _key(self, entry: Held) -> int:
         if all(unit is None for unit in entry):

@@ -211,6 +211,8 @@ class Runtime(Stepping):
             self._check_generations(shape)
             self._alignment.check("a prefetch")
             self._slots.prefetch(self.programs[shape])
+            if self._embedding is not None:
+                self._embedding.hand_over_prefetch()
 
     def begin_step(self, batch_size: int | None = None, tokens_per_sequence: int = 1) -> StepLoop:
         """Begin a step whose layers the caller computes: `before_layer(i)`, compute, `after_layer(i)`, ..., `end()`.

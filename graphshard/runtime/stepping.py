@@ -120,7 +120,7 @@ class Stepping(Binding):
     ) -> Step:
         """`captured` for a server that replays it through graphshard.h. Used by `StepGraph.handle`."""
         with self.turn.lock:
-            self._check_ready()
+            self.check_open()  # no use of the slots: a rank may ask for a handle alone
             if self._embedding is None:
                 self._embedding = Embedding(
                     self.driver, self._streams, self._memory, self._transport, self._done, self._control.mine

@@ -9,7 +9,7 @@ import pytest
 import torch
 from byte_model import ByteModel
 from byte_steps import compile_bytes, wrong_after
-from embed_api import DRIVER, OK, EmbeddedStep
+from embed_api import DRIVER, OK, TIMEOUT, EmbeddedStep
 from ranks import run_on_ranks
 from torch import Tensor
 
@@ -113,6 +113,45 @@ def prefetched_and_left(group: Group, head: str) -> list[str]:
 @pytest.mark.parametrize("head", ["outside", "tail"])
 def test_a_prefetch_of_the_servers_counts_as_a_use_of_the_slots(head: str) -> None:
     assert run_on_ranks(prefetched_and_left, 2, head) == [[], []]
+
+
+def between(group: Group, head: str, use: str) -> list[str]:
+    """The runtime gathers between two of C's replays: what C's left in the slots is worth nothing."""
+    model = model_of()
+    with compiled(group, model, head) as runtime:
+        step = EmbeddedStep(runtime.graph(batch_size=1).handle)
+        wrong = wrong_after(runtime, model, lambda: by_c(step))
+        for _ in range(2):
+            runtime.check_gathers() if use == "check" else runtime.prefetch(1)
+            wrong += wrong_after(runtime, model, lambda: by_c(step))
+        step.release()
+        return wrong
+
+
+@pytest.mark.parametrize("use", ["check", "prefetch"])
+@pytest.mark.parametrize("head", HEADS)
+def test_gathers_of_the_runtime_between_replays_of_the_server(head: str, use: str) -> None:
+    assert run_on_ranks(between, 2, head, use) == [[], []]
+
+
+def behind_a_prefetch(group: Group) -> list[str]:
+    """The runtime's prefetch is held up: C's next replay comes after it."""
+    model = model_of()
+    with compiled(group, model, "tail") as runtime:
+        step = EmbeddedStep(runtime.graph(batch_size=1).handle)
+        latch, opener = Memory(runtime.driver, 4), Stream(runtime.driver)
+        runtime._streams["prefetch"].wait_value(latch.address, 1)
+        runtime.prefetch(1)
+        assert step.replay() == OK and step.wait(0.05) == TIMEOUT
+        opener.write_value(latch.address, 1)
+        assert step.wait() == OK
+        wrong = wrong_after(runtime, model, lambda: by_c(step))
+        step.release()
+        return wrong
+
+
+def test_a_server_replays_after_a_prefetch_of_the_runtimes() -> None:
+    assert run_on_ranks(behind_a_prefetch, 2) == [[], []]
 
 
 def refused(group: Group) -> list[int]:
