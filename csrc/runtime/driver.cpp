@@ -7,6 +7,7 @@
 #include <sstream>
 #include <thread>
 
+#include "runtime/allowed_in_captures.h"
 #include "runtime/capture_lock.h"
 
 namespace graphshard {
@@ -198,6 +199,7 @@ CUmemAllocationProp Driver::allocation_prop(bool is_exportable, bool is_on_host)
 }
 
 bool Driver::wait_stream(CUstream stream, int64_t timeout_ns) const {
+  const AllowedInCaptures allowed(table_);
   if (table_.gshost_stream_wait != nullptr) {
     const CUresult result = table_.gshost_stream_wait(stream, timeout_ns);
     if (result == CUDA_ERROR_NOT_READY) return false;
@@ -214,6 +216,7 @@ bool Driver::wait_stream(CUstream stream, int64_t timeout_ns) const {
 }
 
 bool Driver::wait_event(CUevent event, int64_t timeout_ns) const {
+  const AllowedInCaptures allowed(table_);
   if (table_.gshost_event_wait != nullptr) {
     const CUresult result = table_.gshost_event_wait(event, timeout_ns);
     if (result == CUDA_ERROR_NOT_READY) return false;
@@ -345,6 +348,7 @@ void Driver::reap() {
     if (!no_capture.is_granted()) return;
     std::lock_guard<std::mutex> guard(mutex_);
     if (retired_.empty() || table_.cuCtxSetCurrent(context_) != CUDA_SUCCESS) return;
+    const AllowedInCaptures allowed(table_);
     for (Retired& retired : retired_) {
       if (is_over(retired)) over.push_back(std::move(retired.owner));
     }

@@ -1,4 +1,5 @@
 // Memory::allocate_host: pinned memory of the host at an address that the device uses too.
+#include "runtime/allowed_in_captures.h"
 #include "runtime/memory.h"
 
 namespace graphshard {
@@ -11,7 +12,9 @@ struct PinnedBytes {
                     CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP);
   }
   ~PinnedBytes() {
-    if (driver.is_usable()) driver.table().cuMemFreeHost(bytes);
+    if (!driver.is_usable()) return;
+    const AllowedInCaptures allowed(driver.table());
+    driver.table().cuMemFreeHost(bytes);
   }
   PinnedBytes(const PinnedBytes&) = delete;
   PinnedBytes& operator=(const PinnedBytes&) = delete;
@@ -26,6 +29,7 @@ std::shared_ptr<Memory> Memory::allocate_host(Driver& driver, size_t num_bytes, 
   if (is_exportable) return create(driver, num_bytes, true, true, false);
   driver.enter();
   driver.reap();
+  const AllowedInCaptures allowed(driver.table());
   reserved_bytes(driver, num_bytes, "cuMemHostAlloc");  // refuses what is no size
   auto pinned = std::make_shared<PinnedBytes>(driver, num_bytes);
   CUdeviceptr address = 0;

@@ -4,6 +4,8 @@
 
 #include <cstring>
 
+#include "runtime/allowed_in_captures.h"
+
 namespace graphshard {
 
 namespace {
@@ -73,6 +75,7 @@ Mapping::~Mapping() {
   }
   if (lender != nullptr) return;
   const Table& table = driver.table();
+  const AllowedInCaptures allowed(table);
   if (is_mapped) table.cuMemUnmap(address, reserved_bytes);
   if (address != 0) table.cuMemAddressFree(address, reserved_bytes);
   if (has_handle) table.cuMemRelease(handle);
@@ -101,6 +104,7 @@ std::shared_ptr<Memory> Memory::create(Driver& driver, size_t num_bytes, bool is
                                        bool has_fabric) {
   driver.enter();
   driver.reap();
+  const AllowedInCaptures allowed(driver.table());
   auto mapping = new_mapping(driver, num_bytes, "cuMemCreate");
   mapping->is_on_host = is_on_host;
   if (!is_on_host) check_free(driver, mapping->reserved_bytes);
@@ -122,6 +126,7 @@ std::shared_ptr<Memory> Memory::create(Driver& driver, size_t num_bytes, bool is
 std::shared_ptr<Memory> Memory::adopt(Driver& driver, CUdeviceptr address, size_t num_bytes, size_t reserved_bytes,
                                       std::shared_ptr<void> lender) {
   driver.enter();
+  const AllowedInCaptures allowed(driver.table());
   auto mapping = std::make_shared<Mapping>(driver);
   mapping->address = address;
   mapping->num_bytes = num_bytes;
@@ -175,6 +180,7 @@ std::shared_ptr<Memory> Memory::import_fabric(Driver& driver, const std::string&
 
 std::shared_ptr<Memory> Memory::import(std::shared_ptr<Mapping> mapping, void* handle, CUmemAllocationHandleType type,
                                        bool is_read_only) {
+  const AllowedInCaptures allowed(mapping->driver.table());
   GRAPHSHARD_CALL(mapping->driver.table(), cuMemImportFromShareableHandle, &mapping->handle, handle, type);
   mapping->has_handle = true;
   mapping->is_read_only = is_read_only;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "runtime/allowed_in_captures.h"
 #include "runtime/capture_lock.h"
 #include "runtime/recording.h"
 
@@ -71,7 +72,9 @@ CUevent OpList::event(size_t index) const {
 }
 
 bool OpList::event_done(size_t index) const {
-  const CUresult result = driver_.table().cuEventQuery(event(index));
+  CUevent asked = event(index);
+  const AllowedInCaptures allowed(driver_.table());
+  const CUresult result = driver_.table().cuEventQuery(asked);
   if (result != CUDA_ERROR_NOT_READY) driver_.table().check(result, "cuEventQuery");
   return result == CUDA_SUCCESS;
 }

@@ -1,11 +1,13 @@
 #include "runtime/stream.h"
 
+#include "runtime/allowed_in_captures.h"
 #include "runtime/stream_capture.h"
 
 namespace graphshard {
 
 StreamHandle::StreamHandle(Driver& driver_in) : driver(driver_in), is_foreign(false), capture_mark(CaptureMark::kNone) {
   driver.enter();
+  const AllowedInCaptures allowed(driver.table());
   GRAPHSHARD_CALL(driver.table(), cuStreamCreate, &stream, CU_STREAM_NON_BLOCKING);
   driver.add_stream(this);
 }
@@ -88,6 +90,7 @@ bool Stream::wait_idle(int64_t timeout_ns) const {
 bool Stream::is_idle() const {
   driver().enter();
   check_not_capturing(*handle_, "cuStreamQuery");
+  const AllowedInCaptures allowed(driver().table());
   const CUresult result = driver().table().cuStreamQuery(handle_->stream);
   if (result != CUDA_ERROR_NOT_READY) driver().table().check(result, "cuStreamQuery");
   return result == CUDA_SUCCESS;

@@ -306,10 +306,12 @@ def come_back(group: Group) -> list[str]:
 
 def attached_forwards(group: Group) -> list[bool]:
     """Whether forwards of a sharded module give the bits of the whole one."""
-    torch.manual_seed(1)
+    generator = torch.Generator().manual_seed(1)  # of its own: ranks may be threads
     module = Stack(3, 16)
-    x = torch.randn(2, 16)
+    x = torch.randn(2, 16, generator=generator)
     with torch.inference_mode():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
         expected = module(x).clone()
         with graphshard.attach(module, group, min_shard_bytes=0, transport="nccl"):
             return [bool(torch.equal(module(x), expected)) for _ in range(3)]

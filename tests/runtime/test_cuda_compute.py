@@ -239,7 +239,7 @@ def test_captures_exclude_each_other_and_a_replay_may_run_beside_one(rig: Rig) -
 def test_a_failed_capture_leaves_nothing(rig: Rig, path: str) -> None:  # C13
     good = rig.capture()
     assert rig.wrong_after(good.launch) == []
-    before = (rig.torch_cuda.num_pools, rig.runtime.driver.num_retired)
+    num_pools, num_retired = rig.torch_cuda.num_pools, rig.runtime.driver.num_retired
     with no_growth():
         for _ in range(5):
             rig.plot.before[path] = nth(NUM_WARM_UPS + 1, raiser(RuntimeError("operation not permitted")))
@@ -251,7 +251,8 @@ def test_a_failed_capture_leaves_nothing(rig: Rig, path: str) -> None:  # C13
     assert rig.wrong_after(good.launch) == []
     assert rig.wrong_after(lambda: rig.compute.issue(rig.shape, rig.bound())) == []
     gc.collect()
-    assert (rig.torch_cuda.num_pools, rig.runtime.driver.num_retired) == before
+    assert rig.torch_cuda.num_pools == num_pools
+    assert rig.runtime.driver.num_retired <= num_retired  # other tests' may go meanwhile
     assert rig.wrong_after(rig.capture().launch) == []
 
 
