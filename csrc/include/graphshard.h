@@ -89,7 +89,8 @@ typedef struct gs_tensor {
 } gs_tensor;
 
 /* A step that Python captured, by `StepGraph.handle`, while Python still holds it. One reference, yours from then on.
- */
+ * Under transport nccl a replay needs all ranks, and nothing here compares what they do: replay alike on all of them,
+ * in one order with whatever Python does (StepGraph.promise_alike), or a gather waits for good. */
 GS_API gs_status gs_step_open(uint64_t handle, gs_step** step);
 GS_API void gs_step_retain(gs_step* step);
 GS_API void gs_step_release(gs_step* step);

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from graphshard._core import ControlPage, Driver, Event, Graph, OpList, Step, StepOrder, Stream, Word
 from graphshard.comm.transport import Transport
-from graphshard.core.errors import CommError
+from graphshard.core.errors import CommError, ProgramError
 from graphshard.core.ops import AgLaunch
 from graphshard.core.specs import StepShape
 from graphshard.runtime.bind import gather_list
@@ -51,9 +51,18 @@ class Embedding:
         outputs: Mapping[str, Tensor],
         executor: str,
     ) -> Step:
-        """`captured` as C opens it: it owns the graph, the buffers and the slots from then on."""
+        """`captured` as C opens it: it owns the graph, the buffers and the slots from then on.
+
+        Raises:
+            ProgramError: C would have to issue collective gathers beside the graph.
+        """
         program = captured.bound.program
         launches = [AgLaunch(unit, slot, "prefetch") for slot, unit in enumerate(program.entry) if unit is not None]
+        if launches and self._transport.is_collective:
+            raise ProgramError(
+                f"step shape {shape} begins with units in its slots, which C would gather eagerly beside the captured "
+                "gathers of one communicator: plan with head='inside', or use transport pull"
+            )
         entry = self._key(program.entry)
         prefetch = self._gathers(launches) if launches else None
         return Step(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 
 from graphshard._core import Calls, Graph, GraphExec, Step
-from graphshard.core.errors import DeviceError
+from graphshard.core.errors import DeviceError, ProgramError
 from graphshard.core.specs import StepShape
 from graphshard.runtime.bind import BoundProgram
 from graphshard.runtime.evidence import CopyEngineEvidence, GraphReport, LaunchCost, judge
@@ -101,6 +101,7 @@ class StepGraph:
         self._capture: Callable[[BoundProgram], Captured] | None = capture  # owns what compute was recorded into
         self._captured: Captured | None = capture(bound)
         self._embedded: Step | None = None
+        self._is_alike = False
         self.shape = shape
         self.inputs: dict[str, Tensor] = runtime.buffers(shape, "input")
         self.outputs: dict[str, Tensor] = runtime.buffers(shape, "output")
@@ -128,6 +129,15 @@ class StepGraph:
         """Wait, bounded, until the replays so far have ended and the host may read `outputs`: `Runtime.synchronize`."""
         self._runtime.synchronize()
 
+    def promise_alike(self) -> None:
+        """Promise that all ranks replay this step alike from C: as often, and in one order with all their other calls.
+
+        `handle` wants it under a collective transport. What C issues is posted on no control page, so nobody compares
+        it with what peers issue, and a gather that a peer does not come to waits without a limit. An eager step of
+        Python's has ended (`synchronize`) before C replays.
+        """
+        self._is_alike = True
+
     @property
     def handle(self) -> int:
         """What `gs_step_open` of graphshard.h takes, while this graph is open: a server then replays it without Python.
@@ -137,8 +147,15 @@ class StepGraph:
 
         Raises:
             DeviceError: the graph was closed.
+            ProgramError: gathers need all ranks (transport nccl), and `promise_alike` was not called; or they come from
+                outside the graph, too.
         """
         captured = self._open()
+        if self._runtime.is_collective and not self._is_alike:
+            raise ProgramError(
+                f"step shape {self.shape}: its gathers need all ranks, and nobody watches what a server replays from "
+                "C; if all ranks replay it alike, say so by promise_alike(), else use transport pull"
+            )
         if self._embedded is None:
             self._embedded = self._runtime.embed(self.shape, captured, self.inputs, self.outputs)
         return self._embedded.handle

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from graphshard._core import Memory, Stream
 from graphshard.comm.group import Group
-from graphshard.core.errors import CommError, DeviceError
+from graphshard.core.errors import CommError, DeviceError, ProgramError
 from graphshard.runtime.runtime import Runtime
 
 HEADS = ("inside", "outside", "tail")
@@ -167,3 +167,38 @@ def refused(group: Group) -> list[int]:
 
 def test_default_streams_are_refused() -> None:
     assert run_on_ranks(refused, 2) == [[DRIVER], [DRIVER]]
+
+
+def alike_by_promise(group: Group) -> list[str]:
+    """nccl: without a promise there is no handle; with it C and Python replay in turn, on both ranks alike."""
+    model = model_of()
+    with compile_bytes(group, model, units="layer", prefetch_depth=1, transport="nccl") as runtime:
+        graph = runtime.graph(batch_size=1)
+        with pytest.raises(ProgramError, match=r"step shape 1x1: its gathers need all ranks.*promise_alike\(\)"):
+            _ = graph.handle
+        graph.promise_alike()
+        step = EmbeddedStep(graph.handle)
+        c, replay, eager = (lambda: by_c(step)), graph.replay, (lambda: runtime.run(1))
+        acts = (c, replay, c, eager, c, c, eager, replay, c)
+        wrong = [f"act {i}: {line}" for i, act in enumerate(acts) for line in wrong_after(runtime, model, act)]
+        step.release()
+        return wrong
+
+
+def test_under_nccl_a_server_replays_what_all_ranks_promised_to_replay() -> None:
+    assert run_on_ranks(alike_by_promise, 2) == [[], []]
+
+
+@pytest.mark.parametrize("head", ["outside", "tail"])
+def test_under_nccl_a_server_issues_no_gathers_beside_the_graph(head: str) -> None:
+    def refused(group: Group) -> str:
+        model = model_of()
+        with compile_bytes(group, model, units="layer", prefetch_depth=1, transport="nccl", head=head) as runtime:
+            graph = runtime.graph(batch_size=1)
+            graph.promise_alike()
+            with pytest.raises(ProgramError) as caught:
+                _ = graph.handle
+            return str(caught.value)
+
+    for text in run_on_ranks(refused, 2):
+        assert "step shape 1x1 begins with units in its slots" in text and "head='inside'" in text
