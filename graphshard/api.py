@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from graphshard.comm.group import Group
+from graphshard.comm.group import LONGEST_TIMEOUT_S, Group
 from graphshard.core.errors import DeviceError, SpecError
 from graphshard.core.plan import Plan
 from graphshard.core.specs import DeviceSpec, ModelSpec, StepShape
@@ -59,6 +59,7 @@ def compile(  # the field's verb, as in torch.compile; always used as graphshard
     Raises:
         SpecError, ProgramError, LoadError, CommError, DeviceError: see each class; on every rank alike.
     """
+    limits = _limits(timeout_s, hooks, progress)
     device = _opened(device, group)
     shapes = [StepShape(*size) if isinstance(size, tuple) else StepShape(size) for size in capture_sizes]
     with agree_on_device(group, device) as agreed:
@@ -66,7 +67,6 @@ def compile(  # the field's verb, as in torch.compile; always used as graphshard
         source = group.agree("checkpoint", lambda: open_source(checkpoint))
         if agreed.welcome is None:  # a rank that came back is alone; its shards' checksums are compared
             check_source(group, compiled.model, source)
-        limits: dict[str, Any] = {"timeout_s": timeout_s, "hooks": hooks or Hooks(), "progress": progress}
         runtime = build_runtime(compiled, model, source, group, device, agreed=agreed, **limits)
     return _captured(runtime, shapes)
 
@@ -105,9 +105,9 @@ def attach(
     Raises:
         SpecError: the module cannot be attached: on all ranks, before it is changed. Other errors as in `compile`.
     """
+    limits = _limits(timeout_s, hooks, progress)
     device = _attachable(_opened(device, group))
     choices = ({"units": "layer"} if plan == "auto" and group.world_size > 1 else {}) | choices
-    limits: dict[str, Any] = {"timeout_s": timeout_s, "hooks": hooks or Hooks(), "progress": progress}
     with agree_on_device(group, device) as agreed:
         return attach_module(
             module,
@@ -121,6 +121,13 @@ def attach(
             own_loop=own_loop,
             **limits,
         )
+
+
+def _limits(timeout_s: float, hooks: Hooks | None, progress: bool) -> dict[str, Any]:
+    if not 0 < timeout_s <= LONGEST_TIMEOUT_S:
+        longest = f"{LONGEST_TIMEOUT_S:.0f} (a day)"
+        raise SpecError(f"timeout_s={timeout_s} is not a time to wait: give seconds above 0, at most {longest}")
+    return {"timeout_s": timeout_s, "hooks": hooks or Hooks(), "progress": progress}
 
 
 def _opened(device: str | Device, group: Group) -> Device:

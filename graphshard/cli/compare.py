@@ -14,6 +14,7 @@ from graphshard.bench.stats import quantile
 from graphshard.cli.common import COUNT, Output, answering, rank_values, refuse_given
 from graphshard.cli.compare_stage import Stage, Staged
 from graphshard.cli.planning import LAYERS, RANKS, IntOrAuto, Units, transport_option
+from graphshard.comm.group import LONGEST_TIMEOUT_S
 from graphshard.core.errors import DeviceError, GraphshardError
 from graphshard.device import host_driver_environment
 from graphshard.device.cuda import cuda_index
@@ -77,6 +78,8 @@ def command(
     Nothing is run where ranks captured unlike sequences. Exit code 1: sequences or outputs differ, a gather has kernel
     nodes, or a staged fault was found.
     """
+    if not timeout_s <= LONGEST_TIMEOUT_S:  # not a number, neither
+        raise click.UsageError(f"--timeout-s {timeout_s}: give seconds, at most {LONGEST_TIMEOUT_S:.0f} (a day)")
     staged = Staged.parse(stage)
     staged.check(transport, device, world_size)
     if model is not None:

@@ -133,6 +133,8 @@ def test_a_folders_model(tmp_path: Path) -> None:
         (["--layers", 2, "--model", "."], "--layers: --model has its own layers"),
         (["--model", "/nonexistent"], "/nonexistent"),
         (["--steps", 0], "0 is not in the range x>=1"),
+        (["--timeout-s", "nan"], "--timeout-s nan: give seconds, at most 86400"),
+        (["--timeout-s", "inf"], "--timeout-s inf: give seconds, at most 86400"),
     ],
 )
 def test_bad_requests(options: list[object], said: str) -> None:
