@@ -128,6 +128,7 @@ class Lockstep:
         deadline = time.monotonic() + self._timeout_s
         while not waiter(max(0.0, min(_SLICE_S, deadline - time.monotonic()))):
             self.look(awaited, is_late=time.monotonic() >= deadline)
+        self._refuse_aborted(awaited.number or self._number)
         self._compare(awaited.what)  # what has ended paired up with what peers posted: was it the same?
         if awaited.is_all:
             self._control.mine.set_num_finished(awaited.number or self._number)
@@ -197,6 +198,15 @@ class Lockstep:
         first = self._control.pages[0].first_failed
         if first is not None:
             raise self._break(self._told_by(first))
+
+    def _refuse_aborted(self, number: int) -> None:
+        """CommError if batch `number` may have ended only because a peer gave up in it: an abort lets gathers pass.
+
+        A peer that was done with it gave up later: then all chunks had arrived everywhere.
+        """
+        pages = [self._control.pages[rank] for rank in self._peers]
+        if any(page.has_failed and page.num_finished < number for page in pages):
+            self._adopt()
 
     def _told_by(self, rank: int) -> str:
         failure = self._control.pages[rank].failure
