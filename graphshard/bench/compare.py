@@ -17,9 +17,9 @@ from torch import Tensor
 from graphshard.bench.decode import clear_state
 from graphshard.comm.group import Group
 from graphshard.core.specs import StepShape
-from graphshard.runtime.inspection import listed, traced_run
+from graphshard.runtime.evidence.inspection import listed, traced_run
+from graphshard.runtime.evidence.sequence import Difference, Seen, SeenOp, compare_runs, first_difference
 from graphshard.runtime.runtime import Runtime
-from graphshard.runtime.sequence import Difference, Seen, SeenOp, compare_runs, first_difference
 
 RUNS = ("eager", "graph")
 BLOCK_STEPS = 5

@@ -15,9 +15,9 @@ from graphshard.core.program import Program
 from graphshard.core.specs import StepShape
 from graphshard.core.timeline import Span, SpanKind, Timeline
 from graphshard.runtime.bind import BoundProgram
+from graphshard.runtime.evidence.traced import TracedStep
+from graphshard.runtime.evidence.traced import bound_program as bound_of
 from graphshard.runtime.runtime import Runtime
-from graphshard.runtime.traced import TracedStep
-from graphshard.runtime.traced import bound_program as bound_of
 
 __all__ = ["BoundRow", "Span", "bound_of", "bound_rows", "trace_step", "trace_timeline"]
 

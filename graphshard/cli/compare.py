@@ -20,8 +20,8 @@ from graphshard.device import host_driver_environment
 from graphshard.device.cuda import cuda_index
 from graphshard.models.config import load_llama_config
 from graphshard.report.tables import table_of
-from graphshard.runtime.sequence import SeenOp
-from graphshard.runtime.walk import why_no_bindings
+from graphshard.runtime.evidence.sequence import SeenOp
+from graphshard.runtime.evidence.walk import why_no_bindings
 
 ENTRY = "graphshard.cli.compare_ranks:compare"
 LAUNCH_TIMEOUT_S = 600.0

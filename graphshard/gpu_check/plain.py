@@ -15,9 +15,9 @@ from graphshard.core.errors import ProgramError
 from graphshard.core.specs import StepShape
 from graphshard.gpu_check.setup import TIMEOUT_S
 from graphshard.runtime.cuda.window import capture_window
+from graphshard.runtime.evidence.traced import bound_program
+from graphshard.runtime.evidence.walk import walk
 from graphshard.runtime.runtime import Runtime
-from graphshard.runtime.traced import bound_program
-from graphshard.runtime.walk import walk
 
 
 class _Bytes:

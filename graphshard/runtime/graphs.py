@@ -14,8 +14,8 @@ from graphshard._core import Calls, Graph, GraphExec, Step
 from graphshard.core.errors import DeviceError, ProgramError
 from graphshard.core.specs import StepShape
 from graphshard.runtime.bind import BoundProgram
-from graphshard.runtime.evidence import CopyEngineEvidence, GraphReport, LaunchCost, judge
-from graphshard.runtime.inspection import CapturedNodes
+from graphshard.runtime.evidence.inspection import CapturedNodes
+from graphshard.runtime.evidence.report import CopyEngineEvidence, GraphReport, LaunchCost, judge
 
 if TYPE_CHECKING:
     from graphshard.runtime.runtime import Runtime

@@ -15,7 +15,7 @@ from gpu.spin import Spin
 from graphshard._core import Calls, Memory, OpList, Stream
 from graphshard.core.errors import DeviceError
 from graphshard.device import CudaDevice
-from graphshard.runtime.evidence import CopyEngineEvidence
+from graphshard.runtime.evidence.report import CopyEngineEvidence
 
 pytestmark = pytest.mark.gpu
 NUM_RANKS = 4

@@ -19,9 +19,9 @@ from graphshard.core.errors import GraphshardError
 from graphshard.device import open_device
 from graphshard.models.config import LlamaConfig
 from graphshard.models.llama import random_llama
-from graphshard.runtime.inspection import CapturedNodes, traced_run
+from graphshard.runtime.evidence.inspection import CapturedNodes, traced_run
+from graphshard.runtime.evidence.sequence import compare_runs, seen_calls
 from graphshard.runtime.runtime import Runtime
-from graphshard.runtime.sequence import compare_runs, seen_calls
 
 CONFIG = LlamaConfig(
     vocab_size=64,

@@ -22,7 +22,7 @@ from graphshard.device.as_libcuda import (
     host_driver_environment,
     why_not_as_libcuda,
 )
-from graphshard.runtime.walk import why_no_walk
+from graphshard.runtime.evidence.walk import why_no_walk
 
 pytestmark = pytest.mark.skipif(why_not_as_libcuda() is not None, reason=str(why_not_as_libcuda()))
 TIMEOUT_S = 60.0
@@ -98,7 +98,7 @@ def test_another_driver_of_that_name_is_refused(tmp_path: Path) -> None:
 def test_a_process_with_the_variables_has_the_host_driver_under_both_names() -> None:
     code = (
         "from graphshard.device import open_device, host_driver_environment\n"
-        "from graphshard.runtime.walk import why_no_walk\n"
+        "from graphshard.runtime.evidence.walk import why_no_walk\n"
         "print(why_no_walk(open_device('host').driver), len(host_driver_environment()))"
     )
     environment = {**os.environ, **host_driver_environment({LIBRARY_PATH: "/somewhere"})}

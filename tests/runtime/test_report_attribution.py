@@ -12,8 +12,8 @@ import pytest
 from graphshard.core.errors import DeviceError, SpecError
 from graphshard.core.ops import AgLaunch, Gemm, RecordGate, WaitOnce
 from graphshard.core.program import Program
-from graphshard.runtime.attribution import Places, Range, gathers_of, problems_of
-from graphshard.runtime.evidence import (
+from graphshard.runtime.evidence.attribution import Places, Range, gathers_of, problems_of
+from graphshard.runtime.evidence.report import (
     CopyEngineEvidence,
     GraphReport,
     LaunchCost,
@@ -22,7 +22,7 @@ from graphshard.runtime.evidence import (
     kinds_of,
     rows_of,
 )
-from graphshard.runtime.walk import CudaPython, Node, walk_graph
+from graphshard.runtime.evidence.walk import CudaPython, Node, walk_graph
 
 SLOT, CHUNKS = 0x1000, 0x8000
 """One slot of 0x100 bytes; unit u's chunk of 0x80 bytes lies at CHUNKS + u * 0x80 of this rank's window."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from graphshard.runtime.attribution import Places, Range
-from graphshard.runtime.sequence import Seen, SeenOp, compare_runs, first_difference, seen_calls, seen_nodes
-from graphshard.runtime.walk import Node
+from graphshard.runtime.evidence.attribution import Places, Range
+from graphshard.runtime.evidence.sequence import Seen, SeenOp, compare_runs, first_difference, seen_calls, seen_nodes
+from graphshard.runtime.evidence.walk import Node
 
 PLACES = Places(
     [Range(0x1000, 0x1100, 0), Range(0x1100, 0x1200, 1)],

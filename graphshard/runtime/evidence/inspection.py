@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from graphshard.core.specs import StepShape
-from graphshard.runtime.attribution import GatherNodes, Places, Span, gathers_of, problems_of
 from graphshard.runtime.bind import BoundProgram
-from graphshard.runtime.evidence import (
+from graphshard.runtime.evidence.attribution import GatherNodes, Places, Span, gathers_of, problems_of
+from graphshard.runtime.evidence.report import (
     CopyEngineEvidence,
     GraphReport,
     LaunchCost,
@@ -16,9 +16,9 @@ from graphshard.runtime.evidence import (
     kinds_of,
     rows_of,
 )
-from graphshard.runtime.sequence import Seen, seen_calls, seen_nodes
-from graphshard.runtime.traced import bound_program
-from graphshard.runtime.walk import Node, walk
+from graphshard.runtime.evidence.sequence import Seen, seen_calls, seen_nodes
+from graphshard.runtime.evidence.traced import bound_program
+from graphshard.runtime.evidence.walk import Node, walk
 
 if TYPE_CHECKING:
     from graphshard.runtime.runtime import Runtime

@@ -18,8 +18,8 @@ from typing import Any
 
 from graphshard.core.errors import DeviceError, SpecError
 from graphshard.core.sizes import format_bytes
-from graphshard.runtime.attribution import GatherNodes
-from graphshard.runtime.walk import Node
+from graphshard.runtime.evidence.attribution import GatherNodes
+from graphshard.runtime.evidence.walk import Node
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from graphshard.runtime.attribution import GATHERING, Places, Span, TracedOp, owners
-from graphshard.runtime.walk import Node
+from graphshard.runtime.evidence.attribution import GATHERING, Places, Span, TracedOp, owners
+from graphshard.runtime.evidence.walk import Node
 
 KINDS = dict.fromkeys(GATHERING, "gather") | {"call": "compute", "write_value": "write"}
 """Bound ops that have rows; records and waits are their order."""

@@ -16,8 +16,8 @@ from graphshard.core.errors import DeviceError
 from graphshard.core.layout import Layout
 from graphshard.core.ops import AgLaunch
 from graphshard.core.program import Program
+from graphshard.runtime.evidence.walk import Node
 from graphshard.runtime.memory import RuntimeMemory
-from graphshard.runtime.walk import Node
 
 Span = tuple[int, int, int, int]
 """As `_core.Graph.spans` gives it: (bound op, stream, first node, node after the last)."""
