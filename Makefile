@@ -5,11 +5,12 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 DEMO   := $(VENV)/.demo
 TORCH  ?= torch==2.13.0
+CUDA13 ?= nvidia-cuda-runtime==13.5.*
 SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name 'CMakeLists.txt') CMakeLists.txt pyproject.toml
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: all demo test test-all test-tsan lint format clean
+.PHONY: all demo test test-all test-tsan build-cu13 lint format clean
 
 all: $(STAMP)
 
@@ -44,6 +45,15 @@ test-tsan: $(STAMP)
 	  -DGRAPHSHARD_BUILD_TESTS=ON -DGRAPHSHARD_BUILD_PYTHON=OFF -DGRAPHSHARD_SANITIZE=thread
 	$(BIN)/cmake --build build/tsan
 	$(BIN)/ctest --test-dir build/tsan --output-on-failure
+
+# All C++ once more with the headers of CUDA 13.x, whose ABI differs behind some names; headers only, no toolkit.
+build-cu13: $(VENV)/.base
+	$(BIN)/pip install --quiet --no-deps --upgrade --target build/cu13-headers "$(CUDA13)"
+	$(BIN)/cmake -S . -B build/cu13 -G Ninja -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python \
+	  -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DGRAPHSHARD_BUILD_TESTS=ON \
+	  -DGRAPHSHARD_CUDA_INCLUDE_DIR=$(CURDIR)/build/cu13-headers/nvidia/cu13/include
+	$(BIN)/cmake --build build/cu13
+	$(BIN)/ctest --test-dir build/cu13 --output-on-failure
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

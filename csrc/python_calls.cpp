@@ -6,6 +6,7 @@
 #include <chrono>
 #include <thread>
 
+#include "embed/step_abi.h"
 #include "runtime/driver.h"
 
 namespace graphshard {
@@ -39,6 +40,7 @@ constexpr double kExitStreamsWaitS = 0.5;
 // A worker's thread state, made at its first Python call and kept: one each time costs a hundred times the call.
 struct WorkerState {
   PyThreadState* state = nullptr;
+  bool is_inside = false;  // in a section: Python code that a worker runs may drop owners that open another
 
   ~WorkerState() {
     if (state == nullptr || !gate.enter()) return;
@@ -52,13 +54,16 @@ thread_local WorkerState worker;
 // Whether this thread is one of Python's and has given up the GIL (PyGILState_Check is not in the stable ABI).
 thread_local bool has_released_gil = false;
 
-// This thread inside Python; `is_inside()` is false if the interpreter is going away.
+// This thread inside Python; `is_inside()` is false if the interpreter is going away. Sections nest.
 class PythonSection {
  public:
   PythonSection() : is_inside_(gate.enter()) {
     if (!is_inside_) return;
-    if (worker.state != nullptr) {
+    if (worker.is_inside && !has_released_gil) {
+      is_nested_ = true;  // the GIL is this thread's already
+    } else if (worker.state != nullptr) {
       PyEval_RestoreThread(worker.state);
+      enter_worker();
     } else if (PyGILState_GetThisThreadState() != nullptr) {
       gil_state_ = PyGILState_Ensure();  // a thread of Python's own
       is_pythons_ = true;
@@ -66,6 +71,7 @@ class PythonSection {
     } else {
       PyGILState_Ensure();
       worker.state = PyThreadState_Get();
+      enter_worker();
     }
   }
   ~PythonSection() {
@@ -73,7 +79,9 @@ class PythonSection {
     if (is_pythons_) {
       has_released_gil = had_released_gil_;
       PyGILState_Release(gil_state_);
-    } else {
+    } else if (!is_nested_) {
+      worker.is_inside = was_inside_;
+      has_released_gil = had_released_gil_;
       PyEval_SaveThread();
     }
     gate.leave();
@@ -84,8 +92,15 @@ class PythonSection {
   bool is_inside() const { return is_inside_; }
 
  private:
+  void enter_worker() {
+    was_inside_ = std::exchange(worker.is_inside, true);
+    had_released_gil_ = std::exchange(has_released_gil, false);
+  }
+
   const bool is_inside_;
+  bool is_nested_ = false;
   bool is_pythons_ = false;
+  bool was_inside_ = false;
   bool had_released_gil_ = false;
   PyGILState_STATE gil_state_ = PyGILState_UNLOCKED;
 };
@@ -146,6 +161,13 @@ void run_without_gil(void (*function)(void*), void* argument) {
   function(argument);
 }
 
+// A C caller's thread, which does not hold the GIL: Python's threads have given it up, others never had it.
+void run_from_outside(void (*function)(void*), void* argument) {
+  const bool had_released_gil = std::exchange(has_released_gil, true);
+  function(argument);
+  has_released_gil = had_released_gil;
+}
+
 }  // namespace
 
 ReleasedGil::ReleasedGil() : state_(PyEval_SaveThread()) { has_released_gil = true; }
@@ -161,8 +183,9 @@ ReleasedGil::~ReleasedGil() {
   PyEval_RestoreThread(state_);
 }
 
-std::shared_ptr<Calls> make_calls(const nb::sequence& functions) {
+std::shared_ptr<Calls> make_calls(const nb::sequence& functions, std::shared_ptr<CallErrors> errors) {
   auto owner = std::make_shared<PythonCalls>();
+  if (errors != nullptr) owner->errors = std::move(errors);
   const size_t num_functions = nb::len(functions);
   owner->calls.reserve(num_functions);  // entries point into it
   std::vector<std::pair<Calls::Function, void*>> entries;
@@ -179,7 +202,7 @@ std::shared_ptr<Calls> make_calls(const nb::sequence& functions) {
       throw nb::type_error("a call is a Python callable or a tuple (C function's address, argument)");
     }
   }
-  auto errors = owner->errors;
+  errors = owner->errors;
   return std::make_shared<Calls>(std::move(entries), std::move(errors), std::move(owner));
 }
 
@@ -195,8 +218,17 @@ void run_one_call(void* one_call) {
   Py_DECREF(call->callable);
 }
 
+std::shared_ptr<const void> keep_object(const nb::handle& object) {
+  const auto let_go = [](const PyObject* kept) {
+    const PythonSection python;
+    if (python.is_inside()) Py_DECREF(const_cast<PyObject*>(kept));
+  };
+  return std::shared_ptr<const PyObject>(object.inc_ref().ptr(), let_go);
+}
+
 void prepare_python_calls() {
   Driver::set_run_unlocked(&run_without_gil);
+  set_run_from_outside(&run_from_outside);
   nb::module_::import_("atexit").attr("register")(nb::cpp_function(&close_python_calls));
 }
 

@@ -24,7 +24,8 @@ class ReleasedGil {
 };
 
 // `functions` are Python callables or (address of a `void (*)(void*)`, its argument) pairs.
-std::shared_ptr<Calls> make_calls(const nanobind::sequence& functions);
+// `errors` is where their exceptions go; a new place if it is null.
+std::shared_ptr<Calls> make_calls(const nanobind::sequence& functions, std::shared_ptr<CallErrors> errors = nullptr);
 
 // Enqueueing of one callable; its error goes to `errors`.
 struct OneCall {
@@ -33,6 +34,9 @@ struct OneCall {
 };
 // Host function for a heap-allocated OneCall, which it frees.
 void run_one_call(void* one_call);
+
+// Keeps `object` alive until the last copy is gone, on whatever thread that happens.
+std::shared_ptr<const void> keep_object(const nanobind::handle& object);
 
 // To be called once, when the module is made: registers the end of the interpreter.
 void prepare_python_calls();

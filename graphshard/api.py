@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from graphshard.comm.group import Group
-from graphshard.core.errors import SpecError
+from graphshard.comm.group import LONGEST_TIMEOUT_S, Group
+from graphshard.core.errors import DeviceError, SpecError
 from graphshard.core.plan import Plan
 from graphshard.core.specs import ModelSpec, StepShape
 from graphshard.cost.auto_plan import auto_plan, read_figures
@@ -40,6 +40,7 @@ def compile(  # the field's verb, as in torch.compile; always used as graphshard
     hardware: Hardware = None,
     timeout_s: float = 30.0,
     hooks: Hooks | None = None,
+    progress: bool = False,
     **choices: Any,
 ) -> Runtime:
     """Shard `model` over `group`, verify its programs, load, bind and capture them. Collective.
@@ -57,24 +58,22 @@ def compile(  # the field's verb, as in torch.compile; always used as graphshard
         hardware: figures for "auto", by published name or `graphshard calibrate`'s file; None: a GPU's by its name.
         timeout_s: the longest that the host waits for anything.
         hooks: what tests insert into bound lists.
-        choices: what "auto" is not to choose: units, prefetch_depth, num_slots, head, executor, ... (`make_plan`).
+        progress: gathers of transport nccl write how far they are: a timeout names the unit, and who is behind.
+        choices: what "auto" is not to choose: units, prefetch_depth, head, transport, executor, ... (`make_plan`).
 
     Raises:
         SpecError, ProgramError, LoadError, CommError, DeviceError: see each class; on every rank alike.
     """
-    if isinstance(device, str):
-        device = open_device(device, num_ranks=group.world_size)
+    limits = _limits(timeout_s, hooks, progress)
+    device = _opened(device, group)
     shapes = [StepShape(*size) if isinstance(size, tuple) else StepShape(size) for size in capture_sizes]
-    hooks = hooks or Hooks()
     with agree_on_device(group, device) as agreed:
         compiled = group.agree("plan", lambda: _compile(model.spec(), group, agreed, plan, shapes, choices, hardware))
         source = group.agree("checkpoint", lambda: open_source(checkpoint))
         if agreed.welcome is None:  # a rank that came back is alone; its shards' checksums are compared
             check_source(group, compiled.model, source)
-        runtime = build_runtime(compiled, model, source, group, device, agreed=agreed, timeout_s=timeout_s, hooks=hooks)
-    if shapes:
-        _capture(runtime, shapes)
-    return runtime
+        runtime = build_runtime(compiled, model, source, group, device, agreed=agreed, **limits)
+    return _captured(runtime, shapes)
 
 
 def attach(
@@ -90,6 +89,7 @@ def attach(
     hardware: Hardware = None,
     timeout_s: float = 30.0,
     hooks: Hooks | None = None,
+    progress: bool = False,
     **choices: Any,
 ) -> Attached:
     """Shard the layers of any module over `group`, in place. Collective; the module is called as before, locally.
@@ -105,14 +105,15 @@ def attach(
         device: "host", or an open device.
         hardware: as in `compile`.
         timeout_s: the longest that the host waits for anything.
-        hooks: what tests insert into bound lists.
+        hooks: as in `compile`.
+        progress: as in `compile`.
         choices: as in `compile`.
 
     Raises:
         SpecError: the module cannot be attached: on all ranks, before it is changed. Other errors as in `compile`.
     """
-    if isinstance(device, str):
-        device = open_device(device, num_ranks=group.world_size)
+    limits = _limits(timeout_s, hooks, progress)
+    device = _attachable(_opened(device, group))
     with agree_on_device(group, device) as agreed:
         return attach_module(
             module,
@@ -124,18 +125,42 @@ def attach(
             order=order,
             check=check,
             own_loop=own_loop,
-            timeout_s=timeout_s,
-            hooks=hooks or Hooks(),
+            **limits,
         )
 
 
-def _capture(runtime: Runtime, shapes: Sequence[StepShape]) -> None:
-    """Capture, or give back what was reserved."""
+def _limits(timeout_s: float, hooks: Hooks | None, progress: bool) -> dict[str, Any]:
+    if not 0 < timeout_s <= LONGEST_TIMEOUT_S:
+        longest = f"{LONGEST_TIMEOUT_S:.0f} (a day)"
+        raise SpecError(f"timeout_s={timeout_s} is not a time to wait: give seconds above 0, at most {longest}")
+    return {"timeout_s": timeout_s, "hooks": hooks or Hooks(), "progress": progress}
+
+
+def _opened(device: str | Device, group: Group) -> Device:
+    if not isinstance(device, str):
+        return device
+    return open_device(device, num_ranks=group.world_size, local_rank=group.local_rank)
+
+
+def _attachable(device: Device) -> Device:
+    """`device`, if modules can be attached there."""
+    if device.kind != "host":
+        raise DeviceError(
+            f"modules cannot be attached on {device.name}: this version attaches modules on the host; models made of "
+            "segments run there (graphshard.compile), captured or as loops of one's own (Runtime.begin_step)"
+        )
+    return device
+
+
+def _captured(runtime: Runtime, shapes: Sequence[StepShape]) -> Runtime:
+    """`runtime`, with `shapes` captured; closed if that fails."""
     try:
-        runtime.capture(shapes)
+        if shapes:
+            runtime.capture(shapes)
     except BaseException:
         runtime.close()
         raise
+    return runtime
 
 
 def _compile(

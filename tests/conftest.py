@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # ranks.py and census.py are hel
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="also run the tests marked slow (`make test-all`)")
+    parser.addoption("--evidence", metavar="FILE", help="where tests/gpu keeps what it has shown of copy engines")
 
 
 def pytest_configure(config: pytest.Config) -> None:

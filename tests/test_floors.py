@@ -24,6 +24,7 @@ FLOORS = {
     "report": 7,
     "api": 8,
     "cli": 8,
+    "gpu_check": 8,
     "__init__": 9,
     "__main__": 9,
 }
@@ -36,7 +37,7 @@ MAX_FUNCTION_LINES = 50
 FILE_EXCEPTIONS: dict[str, str] = {}
 FUNCTION_EXCEPTIONS: dict[str, str] = {}
 
-SEES_PYTHON = {"bindings.cpp", "python_calls.cpp", "python_calls.h"}
+SEES_PYTHON = ("bindings", "python_calls")  # how their names begin
 
 PYTHON_FILES = sorted(PACKAGE.rglob("*.py"))
 ALL_PYTHON = sorted(path for folder in ("graphshard", "tests", "bench") for path in (ROOT / folder).rglob("*.py"))
@@ -111,7 +112,7 @@ def test_functions_keep_to_their_budget(path: Path) -> None:
 
 def test_only_bindings_see_python() -> None:
     for path in CPP_FILES:
-        if path.name not in SEES_PYTHON:
+        if not path.name.startswith(SEES_PYTHON):
             text = path.read_text()
             assert "Python.h" not in text and "nanobind" not in text, f"{path.relative_to(ROOT)} sees Python"
 

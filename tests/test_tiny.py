@@ -1,10 +1,12 @@
 """The front door: a small llama on two ranks that hold half of it each, and what comes out of it.
 
-plan -> layout -> program -> verify -> run eagerly, capture, replay; bit for bit as if nothing were sharded
+plan -> layout -> program -> verify -> run eagerly, capture, replay; bit for bit as if nothing were sharded, whichever
+transport gathers
 """
 
 from __future__ import annotations
 
+import pytest
 import torch
 from ranks import run_on_ranks
 
@@ -21,10 +23,11 @@ CONFIG = LlamaConfig(
 DEVICE = DeviceSpec("host", "any", memory_bytes=1 << 30, spare_cores=1)
 
 
-def logits_of(group: Group, plan: str, replay: bool) -> list[list[float]]:
+def logits_of(group: Group, plan: str, replay: bool, transport: str = "pull") -> list[list[float]]:
     """Four steps of two sequences: the logits, step by step."""
     model, weights = random_llama(CONFIG, max_batch_size=2)
-    choices = {"min_shard_bytes": 0, "prefetch_depth": 1, "units": "layer"} if plan == "auto" else {}
+    sharded = {"min_shard_bytes": 0, "prefetch_depth": 1, "units": "layer", "transport": transport}
+    choices = sharded if plan == "auto" else {}
     with graphshard.compile(model, group, checkpoint=weights, plan=plan, capture_sizes=[2], **choices) as runtime:
         step = runtime.graph(batch_size=2)
         seen = []
@@ -36,10 +39,11 @@ def logits_of(group: Group, plan: str, replay: bool) -> list[list[float]]:
         return seen
 
 
-def test_sharded_equals_replicated_bit_for_bit() -> None:
+@pytest.mark.parametrize("transport", ["pull", "nccl"])
+def test_sharded_equals_replicated_bit_for_bit(transport: str) -> None:
     replicated = run_on_ranks(logits_of, 2, "replicated", False)
     for replay in (False, True):
-        sharded = run_on_ranks(logits_of, 2, "auto", replay)
+        sharded = run_on_ranks(logits_of, 2, "auto", replay, transport)
         assert sharded == replicated
 
 

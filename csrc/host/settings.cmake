@@ -9,24 +9,8 @@ if(NOT TARGET graphshard_warnings)
   target_compile_options(graphshard_warnings INTERFACE -Wall -Wextra)
 endif()
 
-if(NOT TARGET graphshard_cuda_headers AND NOT CUDA_INCLUDE_DIR)
-  if(NOT Python_EXECUTABLE)
-    find_program(Python_EXECUTABLE NAMES python3 python REQUIRED)
-  endif()
-  execute_process(
-    COMMAND ${Python_EXECUTABLE} -c
-            "import importlib.util; print(list(importlib.util.find_spec('nvidia.cuda_runtime').submodule_search_locations)[0] + '/include')"
-    OUTPUT_VARIABLE CUDA_INCLUDE_DIR
-    OUTPUT_STRIP_TRAILING_WHITESPACE
-  )
-  if(NOT EXISTS "${CUDA_INCLUDE_DIR}/cuda.h")
-    message(FATAL_ERROR "cuda.h not found: install nvidia-cuda-runtime-cu12 or pass -DCUDA_INCLUDE_DIR=")
-  endif()
-  set(CUDA_INCLUDE_DIR "${CUDA_INCLUDE_DIR}" CACHE PATH "Folder of cuda.h")
-endif()
 if(NOT TARGET graphshard_cuda_headers)
-  add_library(graphshard_cuda_headers INTERFACE)
-  target_include_directories(graphshard_cuda_headers INTERFACE ${CUDA_INCLUDE_DIR})
+  include(${CMAKE_CURRENT_LIST_DIR}/../../cmake/cuda_headers.cmake)
 endif()
 
 # -DGRAPHSHARD_SANITIZE=thread (or address): the whole of what is built here.

@@ -15,6 +15,7 @@ struct State {
   std::mutex mutex;
   std::condition_variable released;
   bool is_held = false;
+  int num_forbidding = 0;  // NoCaptures
 };
 
 State& state() {
@@ -33,6 +34,7 @@ CaptureLock::CaptureLock(double timeout_s) {
                           " s for it; end it first, or capture from one thread at a time");
   }
   state().is_held = true;
+  state().released.wait(guard, [] { return state().num_forbidding == 0; });  // they wait for nothing
 }
 
 CaptureLock::~CaptureLock() {
@@ -40,7 +42,22 @@ CaptureLock::~CaptureLock() {
     std::lock_guard<std::mutex> guard(state().mutex);
     state().is_held = false;
   }
-  state().released.notify_one();
+  state().released.notify_all();
+}
+
+NoCapture::NoCapture() {
+  std::lock_guard<std::mutex> guard(state().mutex);
+  is_granted_ = !state().is_held;
+  if (is_granted_) ++state().num_forbidding;
+}
+
+NoCapture::~NoCapture() {
+  if (!is_granted_) return;
+  {
+    std::lock_guard<std::mutex> guard(state().mutex);
+    --state().num_forbidding;
+  }
+  state().released.notify_all();
 }
 
 bool CaptureLock::is_held() {

@@ -14,4 +14,19 @@ class CaptureLock {
   static bool is_held();
 };
 
+// No capture begins while one of these lives: for queries of streams, which would end another thread's capture. To be
+// held over calls that do not wait. `is_granted()` is false if a capture is open.
+class NoCapture {
+ public:
+  NoCapture();
+  ~NoCapture();
+  NoCapture(const NoCapture&) = delete;
+  NoCapture& operator=(const NoCapture&) = delete;
+
+  bool is_granted() const { return is_granted_; }
+
+ private:
+  bool is_granted_;
+};
+
 }  // namespace graphshard

@@ -7,6 +7,7 @@
 #include <sstream>
 #include <thread>
 
+#include "runtime/allowed_in_captures.h"
 #include "runtime/capture_lock.h"
 
 namespace graphshard {
@@ -101,7 +102,7 @@ Driver::Driver(const std::string& path, int device_index)
   GRAPHSHARD_CALL(table_, cuDeviceGet, &device_, device_index);
   GRAPHSHARD_CALL(table_, cuDevicePrimaryCtxRetain, &context_, device_);
   GRAPHSHARD_CALL(table_, cuCtxSetCurrent, context_);
-  const CUmemAllocationProp prop = allocation_prop(true);
+  const CUmemAllocationProp prop = allocation_prop(true, false);
   GRAPHSHARD_CALL(table_, cuMemGetAllocationGranularity, &granularity_bytes_, &prop,
                   CU_MEM_ALLOC_GRANULARITY_RECOMMENDED);
 }
@@ -136,7 +137,7 @@ void Driver::begin_exit(double timeout_s) {
       for (StreamHandle* stream : driver->streams_) {
         const auto left = std::chrono::duration_cast<std::chrono::nanoseconds>(deadline - Clock::now()).count();
         try {
-          if (!stream->is_capturing.load()) driver->wait_stream(stream->stream, std::max<int64_t>(left, 0));
+          if (!stream->is_capturing()) driver->wait_stream(stream->stream, std::max<int64_t>(left, 0));
         } catch (const DriverError&) {  // the process ends: a broken stream has nobody left to hear of it
         }
       }
@@ -182,16 +183,23 @@ int Driver::attribute(int attribute) const {
   return value;
 }
 
-CUmemAllocationProp Driver::allocation_prop(bool is_exportable) const {
+CUmemAllocationProp Driver::allocation_prop(bool is_exportable, bool is_on_host) const {
   CUmemAllocationProp prop{};
   prop.type = CU_MEM_ALLOCATION_TYPE_PINNED;
   prop.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
   prop.location.id = device_;
+  if (is_on_host) {
+    int node = -1;  // no such attribute, or no such nodes: there is one
+    const CUresult result = table_.cuDeviceGetAttribute(&node, CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID, device_);
+    prop.location.type = CU_MEM_LOCATION_TYPE_HOST_NUMA;
+    prop.location.id = result == CUDA_SUCCESS && node >= 0 ? node : 0;
+  }
   prop.requestedHandleTypes = is_exportable ? CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR : CU_MEM_HANDLE_TYPE_NONE;
   return prop;
 }
 
 bool Driver::wait_stream(CUstream stream, int64_t timeout_ns) const {
+  const AllowedInCaptures allowed(table_);
   if (table_.gshost_stream_wait != nullptr) {
     const CUresult result = table_.gshost_stream_wait(stream, timeout_ns);
     if (result == CUDA_ERROR_NOT_READY) return false;
@@ -208,6 +216,7 @@ bool Driver::wait_stream(CUstream stream, int64_t timeout_ns) const {
 }
 
 bool Driver::wait_event(CUevent event, int64_t timeout_ns) const {
+  const AllowedInCaptures allowed(table_);
   if (table_.gshost_event_wait != nullptr) {
     const CUresult result = table_.gshost_event_wait(event, timeout_ns);
     if (result == CUDA_ERROR_NOT_READY) return false;
@@ -231,6 +240,14 @@ void Driver::add_stream(StreamHandle* stream) {
 void Driver::remove_stream(StreamHandle* stream) {
   std::lock_guard<std::mutex> guard(mutex_);
   streams_.erase(std::remove(streams_.begin(), streams_.end(), stream), streams_.end());
+}
+
+std::shared_ptr<StreamHandle> Driver::find_own_stream(CUstream stream) const {
+  std::lock_guard<std::mutex> guard(mutex_);
+  for (StreamHandle* one : streams_) {
+    if (one->stream == stream && !one->is_foreign) return one->weak_from_this().lock();
+  }
+  return nullptr;
 }
 
 void Driver::add_memory(const std::shared_ptr<Mapping>& mapping) {
@@ -273,7 +290,7 @@ bool Driver::fence(Retired& retired) {
   std::vector<CUevent> fences;
   bool is_complete = true;
   for (StreamHandle* stream : streams_) {
-    if (stream->is_capturing.load()) {
+    if (stream->is_capturing()) {
       is_complete = false;
       break;
     }
@@ -324,24 +341,31 @@ void Driver::retire(std::shared_ptr<void> owner) {
 
 void Driver::reap() {
   // An open capture and a host function forbid the calls that destructors make: the next reap will.
-  if (!is_usable() || is_in_host_function || CaptureLock::is_held()) return;
+  if (!is_usable() || is_in_host_function) return;
   std::vector<std::shared_ptr<void>> over;
   {
+    const NoCapture no_capture;
+    if (!no_capture.is_granted()) return;
     std::lock_guard<std::mutex> guard(mutex_);
     if (retired_.empty() || table_.cuCtxSetCurrent(context_) != CUDA_SUCCESS) return;
+    const AllowedInCaptures allowed(table_);
     for (Retired& retired : retired_) {
       if (is_over(retired)) over.push_back(std::move(retired.owner));
     }
     const auto is_gone = [](const Retired& retired) { return retired.owner == nullptr; };
     retired_.erase(std::remove_if(retired_.begin(), retired_.end(), is_gone), retired_.end());
+    num_going_ += over.size();
   }
   if (over.empty()) return;
+  const size_t num_over = over.size();
   without_lock([](void* owners) { static_cast<std::vector<std::shared_ptr<void>>*>(owners)->clear(); }, &over);
+  std::lock_guard<std::mutex> guard(mutex_);
+  num_going_ -= num_over;
 }
 
 size_t Driver::num_retired() const {
   std::lock_guard<std::mutex> guard(mutex_);
-  return retired_.size();
+  return retired_.size() + num_going_;
 }
 
 }  // namespace graphshard

@@ -14,20 +14,38 @@
 namespace graphshard {
 
 class Driver;
+struct OpenCapture;
+
+// What is known of a stream's capture without asking the driver.
+enum class CaptureMark : int {
+  kNone,  // nobody else can capture it
+  kHeld,  // this library is capturing it
+  kAsk,   // somebody else may be capturing it: the driver knows
+};
 
 // A driver stream. Shared by the Stream that made it and by every op list and graph that uses it.
-struct StreamHandle {
-  StreamHandle(Driver& driver_in);
+struct StreamHandle : std::enable_shared_from_this<StreamHandle> {
+  explicit StreamHandle(Driver& driver_in);
+  // Somebody else's stream, never destroyed here, which must live as long as this. DriverError for the null, legacy and
+  // per-thread streams.
+  StreamHandle(Driver& driver_in, CUstream foreign);
   ~StreamHandle();
   StreamHandle(const StreamHandle&) = delete;
   StreamHandle& operator=(const StreamHandle&) = delete;
 
+  bool is_capturing() const;
+
   Driver& driver;
   CUstream stream = nullptr;
-  std::atomic<bool> is_capturing{false};
+  const bool is_foreign;
+  std::atomic<CaptureMark> capture_mark;
+  // Set by begin_capture (stream_capture.h); only the thread that `capture_thread` names may look at it.
+  std::shared_ptr<OpenCapture> open_capture;
+  std::atomic<const void*> capture_thread{nullptr};
 };
 
-// A reserved, mapped address range backed by one allocation. Unmapped and released when the last owner dies.
+// A reserved, mapped address range backed by one allocation. Unmapped and released when the last owner dies; a range
+// that somebody else has mapped (`lender`) is given back to it instead.
 struct Mapping {
   explicit Mapping(Driver& driver_in) : driver(driver_in) {}
   ~Mapping();
@@ -43,6 +61,8 @@ struct Mapping {
   bool has_handle = false;
   bool is_mapped = false;
   bool is_read_only = false;
+  bool is_on_host = false;  // the host may use it at the same address
+  std::shared_ptr<void> lender;
 };
 
 // This thread inside a host function. CUDA forbids driver calls there, so entries are refused and destructors put off.
@@ -87,7 +107,8 @@ class Driver {
   size_t free_bytes() const;  // now, as the driver counts
   size_t granularity_bytes() const { return granularity_bytes_; }
   int attribute(int attribute) const;
-  CUmemAllocationProp allocation_prop(bool is_exportable) const;
+  // On the device, or pinned in the memory of the host's node that is closest to it.
+  CUmemAllocationProp allocation_prop(bool is_exportable, bool is_on_host) const;
 
   // Every entry begins here: refuses a forked child and an ending process, and makes the context current.
   void enter() const;
@@ -99,6 +120,8 @@ class Driver {
 
   void add_stream(StreamHandle* stream);
   void remove_stream(StreamHandle* stream);
+  // The stream of this driver's own making that `stream` is; null if there is none.
+  std::shared_ptr<StreamHandle> find_own_stream(CUstream stream) const;
   void add_memory(const std::shared_ptr<Mapping>& mapping);
   void remove_memory(const Mapping& mapping);
 
@@ -133,6 +156,7 @@ class Driver {
   std::vector<StreamHandle*> streams_;
   std::map<CUdeviceptr, std::weak_ptr<Mapping>> memories_;
   std::vector<Retired> retired_;
+  size_t num_going_ = 0;  // no longer retired, but being destroyed by some thread
 };
 
 std::string hex(CUdeviceptr address);

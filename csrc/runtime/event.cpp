@@ -1,5 +1,7 @@
 #include "runtime/event.h"
 
+#include "runtime/allowed_in_captures.h"
+
 namespace graphshard {
 
 Event::Event(Driver& driver, bool has_timing) : driver_(driver) {
@@ -18,6 +20,7 @@ bool Event::wait(int64_t timeout_ns) const {
 
 bool Event::is_done() const {
   driver_.enter();
+  const AllowedInCaptures allowed(driver_.table());
   const CUresult result = driver_.table().cuEventQuery(handle());
   if (result != CUDA_ERROR_NOT_READY) driver_.table().check(result, "cuEventQuery");
   return result == CUDA_SUCCESS;
@@ -31,6 +34,7 @@ double Event::elapsed_us(const Event& earlier) const {
 }
 
 EventSet::EventSet(Driver& driver, size_t num_events, unsigned int flags) : driver_(driver) {
+  const AllowedInCaptures allowed(driver_.table());
   events_.reserve(num_events);
   try {
     for (size_t i = 0; i < num_events; ++i) {
@@ -48,6 +52,7 @@ EventSet::~EventSet() { destroy(); }
 
 void EventSet::destroy() {
   if (!driver_.is_usable()) return;
+  const AllowedInCaptures allowed(driver_.table());
   for (CUevent event : events_) driver_.table().cuEventDestroy(event);
   events_.clear();
 }

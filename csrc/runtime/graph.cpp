@@ -38,8 +38,17 @@ int executor_number(const std::string& executor) {
 
 }  // namespace
 
-Graph::Graph(Driver& driver, CUgraph graph, std::shared_ptr<GraphOwners> owners)
-    : body_(new Body{driver, graph, std::move(owners)}) {}
+Graph::Graph(Driver& driver, CUgraph graph, std::shared_ptr<GraphOwners> owners, std::vector<NodeSpan> spans)
+    : body_(new Body{driver, graph, std::move(owners)}), spans_(std::move(spans)) {}
+
+std::shared_ptr<Graph> Graph::from_handle(Driver& driver, CUgraph handle, std::shared_ptr<const void> owner) {
+  if (handle == nullptr) throw std::invalid_argument("a graph's handle is 0");
+  auto owners = std::make_shared<GraphOwners>(driver, 0);
+  owners->others.push_back(std::move(owner));
+  auto graph = std::make_shared<Graph>(driver, handle, std::move(owners));
+  graph->body_->is_foreign = true;
+  return graph;
+}
 
 Graph::~Graph() {
   Driver& driver = body_->driver;
@@ -47,7 +56,7 @@ Graph::~Graph() {
 }
 
 Graph::Body::~Body() {
-  if (driver.is_usable()) driver.table().cuGraphDestroy(graph);
+  if (driver.is_usable() && !is_foreign) driver.table().cuGraphDestroy(graph);
 }
 
 std::vector<std::pair<std::string, size_t>> Graph::num_nodes() const {

@@ -4,6 +4,7 @@
 #include <string>
 #include <utility>
 
+#include "runtime/op_observer.h"
 #include "runtime/stream.h"
 
 namespace graphshard {
@@ -13,13 +14,10 @@ struct GraphOwners {
   GraphOwners(Driver& driver, size_t num_events) : events(driver, num_events) {}
 
   EventSet events;  // of this capture alone: an event of one capture may not be used in another
-  std::shared_ptr<Calls> calls;
-  std::vector<std::shared_ptr<StreamHandle>> streams;
-  std::vector<std::shared_ptr<Mapping>> memories;
-  std::vector<std::shared_ptr<Event>> external_events;
+  std::vector<std::shared_ptr<const void>> others;
 };
 
-class GraphExec {
+class GraphExec : public std::enable_shared_from_this<GraphExec> {
  public:
   ~GraphExec();
 
@@ -45,9 +43,14 @@ class GraphExec {
 
 class Graph {
  public:
-  Graph(Driver& driver, CUgraph graph, std::shared_ptr<GraphOwners> owners);
+  Graph(Driver& driver, CUgraph graph, std::shared_ptr<GraphOwners> owners, std::vector<NodeSpan> spans = {});
+  // Somebody else's graph, never destroyed here; `owner` keeps it and all that it points at, for its executables too.
+  static std::shared_ptr<Graph> from_handle(Driver& driver, CUgraph handle, std::shared_ptr<const void> owner);
   ~Graph();
 
+  CUgraph handle() const { return body_->graph; }
+  // Which nodes are which op's; empty if the graph was captured by somebody else.
+  const std::vector<NodeSpan>& spans() const { return spans_; }
   std::vector<std::pair<std::string, size_t>> num_nodes() const;
   // `executor` is "", "cooperative" or "threaded"; both it and `seed` only mean something on the host driver.
   std::shared_ptr<GraphExec> instantiate(const std::string& executor, int64_t seed) const;
@@ -59,9 +62,11 @@ class Graph {
     Driver& driver;
     CUgraph graph;
     std::shared_ptr<GraphOwners> owners;
+    bool is_foreign = false;
   };
 
   std::shared_ptr<Body> body_;
+  const std::vector<NodeSpan> spans_;
 };
 
 }  // namespace graphshard

@@ -1,38 +1,27 @@
 // Bound ops, issued eagerly or under capture: one list, one loop, two modes.
 #pragma once
 
+#include "runtime/bound_ops.h"
 #include "runtime/graph.h"
-#include "runtime/stream.h"
 
 namespace graphshard {
 
-enum class OpKind : uint8_t { kRecord, kWait, kCopy, kCopy2d, kCall, kFill, kWriteValue, kWaitValue };
+class Recording;
 
-// The entry point that carries out a kind, for errors.
-const char* entry_point(OpKind kind);
-
-// One op, bound: all addresses absolute. Which fields count depends on the kind.
-struct Op {
-  OpKind kind = OpKind::kRecord;
-  uint32_t stream = 0;
-  uint32_t index = 0;  // of an event or a call
-  uint32_t value = 0;  // of a fill or a value word
-  CUdeviceptr destination = 0;
-  CUdeviceptr source = 0;
-  size_t num_bytes = 0;  // of a copy or a fill; a row's in a 2-D copy
-  size_t rows = 0;
-  size_t destination_pitch = 0;
-  size_t source_pitch = 0;
-};
-
-class OpList {
+class OpList : public std::enable_shared_from_this<OpList> {
  public:
-  // Checks indices and addresses, and keeps streams and memory alive. Stream 0 is the origin.
-  OpList(Driver& driver, const std::vector<std::shared_ptr<Stream>>& streams, size_t num_events, std::vector<Op> ops);
+  // As BoundOps.
+  OpList(Driver& driver, const BoundOps::Streams& streams, size_t num_events, std::vector<Op> ops,
+         BoundOps::Collectives collectives = {});
   ~OpList();
 
-  size_t size() const { return body_->ops.size(); }
+  size_t size() const { return body_->ops->size(); }
+  const BoundOps& ops() const { return *body_->ops; }
   void issue(const std::shared_ptr<Calls>& calls, size_t begin, size_t end);
+  // From now on (or no more) `issue` notes the ops that were taken; off by default, since it costs an allocation.
+  void set_trace(bool is_on);
+  // What was noted since tracing began or was last asked, by index of the op; forgotten then.
+  std::vector<size_t> take_trace();
   bool event_done(size_t event) const;
   bool wait_event(size_t event, int64_t timeout_ns) const;
 
@@ -40,30 +29,29 @@ class OpList {
   using ExternalEvents = std::vector<std::pair<size_t, std::shared_ptr<Event>>>;
   std::shared_ptr<Graph> capture(const std::shared_ptr<Calls>& calls, ExternalEvents external_events,
                                  double lock_timeout_s);
+  // For captures that somebody else opens.
+  std::shared_ptr<Recording> recording() const;
 
  private:
   // What enqueued work uses; outlives the list until that work is over (Note [retired owners]).
   struct Body {
-    std::vector<Op> ops;
-    std::vector<std::shared_ptr<StreamHandle>> streams;
-    std::vector<std::shared_ptr<Mapping>> memories;
-    std::unique_ptr<EventSet> events;
+    Body(std::shared_ptr<const BoundOps> ops_in) : ops(std::move(ops_in)), events(ops->driver(), ops->num_events()) {}
+
+    std::shared_ptr<const BoundOps> ops;
+    EventSet events;
     std::shared_ptr<Calls> calls;
   };
 
-  void bind(const Op& op, size_t index);
-  void check_calls(const Calls& calls) const;
-  void check_joined() const;
-  void run(const Calls& calls, const CUevent* events, size_t begin, size_t end) const;
-  void run_external(const Calls& calls, const CUevent* events, const ExternalEvents& external_events) const;
-  CUgraph record(const Calls& calls, const CUevent* events, const ExternalEvents& external_events) const;
-  std::string where(size_t index) const;
+  CUevent event(size_t index) const;
+  void check_external(const ExternalEvents& external_events) const;
+  void run_external(const Calls& calls, const CUevent* events, const ExternalEvents& external_events,
+                    NodeSpans& nodes) const;
+  CUgraph record(const Calls& calls, const CUevent* events, const ExternalEvents& external_events,
+                 NodeSpans& nodes) const;
 
   Driver& driver_;
-  const size_t num_events_;
   std::shared_ptr<Body> body_;
-  std::vector<CUstream> streams_;
-  size_t num_calls_ = 0;
+  std::unique_ptr<OpTrace> trace_;
   std::mutex mutex_;
 };
 

@@ -1,23 +1,53 @@
 #include "runtime/stream.h"
 
+#include "runtime/allowed_in_captures.h"
+#include "runtime/stream_capture.h"
+
 namespace graphshard {
 
-StreamHandle::StreamHandle(Driver& driver_in) : driver(driver_in) {
+StreamHandle::StreamHandle(Driver& driver_in) : driver(driver_in), is_foreign(false), capture_mark(CaptureMark::kNone) {
   driver.enter();
+  const AllowedInCaptures allowed(driver.table());
   GRAPHSHARD_CALL(driver.table(), cuStreamCreate, &stream, CU_STREAM_NON_BLOCKING);
+  driver.add_stream(this);
+}
+
+StreamHandle::StreamHandle(Driver& driver_in, CUstream foreign)
+    : driver(driver_in), stream(foreign), is_foreign(true), capture_mark(CaptureMark::kAsk) {
+  driver.enter();
+  const auto number = reinterpret_cast<uintptr_t>(foreign);
+  if (number <= reinterpret_cast<uintptr_t>(CU_STREAM_PER_THREAD)) {
+    throw DriverError("Stream.from_handle", CUDA_ERROR_INVALID_HANDLE,
+                      "stream " + std::to_string(number) +
+                          " is refused: the null, legacy and per-thread default streams wait for all others, which "
+                          "deadlocks with collectives, and cannot be captured; use a stream of its own, as "
+                          "torch.cuda.Stream() makes them");
+  }
+  CUstreamCaptureStatus status{};
+  GRAPHSHARD_CALL(driver.table(), cuStreamIsCapturing, stream, &status);  // fails if it is no stream
   driver.add_stream(this);
 }
 
 StreamHandle::~StreamHandle() {
   if (!driver.is_usable()) return;
   driver.remove_stream(this);
-  driver.table().cuStreamDestroy(stream);
+  if (!is_foreign && stream != nullptr) driver.table().cuStreamDestroy(stream);
+}
+
+bool StreamHandle::is_capturing() const {
+  const CaptureMark mark = capture_mark.load(std::memory_order_acquire);
+  if (mark != CaptureMark::kAsk) return mark == CaptureMark::kHeld;
+  CUstreamCaptureStatus status{};
+  GRAPHSHARD_CALL(driver.table(), cuStreamIsCapturing, stream, &status);
+  return status != CU_STREAM_CAPTURE_STATUS_NONE;
 }
 
 void check_not_capturing(const StreamHandle& stream, const char* entry_point) {
-  if (!stream.is_capturing.load(std::memory_order_relaxed)) return;
+  if (!stream.is_capturing()) return;
   throw DriverError(entry_point, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED,
-                    std::string(entry_point) + " refused: the stream is being captured by another thread");
+                    std::string(entry_point) +
+                        " refused: the stream is being captured, and this would end up in that "
+                        "graph; end the capture first");
 }
 
 std::shared_ptr<Mapping> find_word(const Driver& driver, CUdeviceptr address, bool is_written,
@@ -31,8 +61,21 @@ std::shared_ptr<Mapping> find_word(const Driver& driver, CUdeviceptr address, bo
 
 Stream::Stream(Driver& driver) : handle_(std::make_shared<StreamHandle>(driver)) {}
 
+std::shared_ptr<Stream> Stream::from_handle(Driver& driver, CUstream handle) {
+  return std::shared_ptr<Stream>(new Stream(std::make_shared<StreamHandle>(driver, handle)));
+}
+
+std::shared_ptr<Stream> Stream::share(Driver& driver, CUstream handle) {
+  auto own = driver.find_own_stream(handle);
+  if (own == nullptr) return from_handle(driver, handle);
+  auto stream = std::shared_ptr<Stream>(new Stream(std::move(own)));
+  stream->is_shared_ = true;
+  return stream;
+}
+
 Stream::~Stream() {
   Driver& driver = handle_->driver;
+  if (!is_shared_) abandon_capture(*handle_);
   driver.retire(std::move(handle_));
 }
 
@@ -47,6 +90,7 @@ bool Stream::wait_idle(int64_t timeout_ns) const {
 bool Stream::is_idle() const {
   driver().enter();
   check_not_capturing(*handle_, "cuStreamQuery");
+  const AllowedInCaptures allowed(driver().table());
   const CUresult result = driver().table().cuStreamQuery(handle_->stream);
   if (result != CUDA_ERROR_NOT_READY) driver().table().check(result, "cuStreamQuery");
   return result == CUDA_SUCCESS;

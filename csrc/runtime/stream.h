@@ -9,6 +9,10 @@ namespace graphshard {
 class Stream : public std::enable_shared_from_this<Stream> {
  public:
   explicit Stream(Driver& driver);
+  // Somebody else's stream, as StreamHandle says.
+  static std::shared_ptr<Stream> from_handle(Driver& driver, CUstream handle);
+  // As from_handle; one that this driver made is shared instead, and lives as long as this.
+  static std::shared_ptr<Stream> share(Driver& driver, CUstream handle);
   ~Stream();
 
   Driver& driver() const { return handle_->driver; }
@@ -27,11 +31,14 @@ class Stream : public std::enable_shared_from_this<Stream> {
   void wait(const Event& event);
 
  private:
+  explicit Stream(std::shared_ptr<StreamHandle> handle) : handle_(std::move(handle)) {}
+
   std::shared_ptr<StreamHandle> handle_;
+  bool is_shared_ = false;  // another Stream made it, and ends captures that it has opened
   std::shared_ptr<CallErrors> errors_ = std::make_shared<CallErrors>();
 };
 
-// Refuses work on a stream that another thread is capturing, which would end up in that graph.
+// Refuses work on a stream that is being captured, which would end up in that graph.
 void check_not_capturing(const StreamHandle& stream, const char* entry_point);
 // Value words are 32 bits wide and aligned; DriverError for `entry_point` if `address` is not one of this driver's.
 std::shared_ptr<Mapping> find_word(const Driver& driver, CUdeviceptr address, bool is_written, const char* entry_point);

@@ -29,7 +29,13 @@ void sleep_on(uint32_t* word, uint32_t expected, std::chrono::nanoseconds limit)
 }  // namespace
 
 Word::Word(std::shared_ptr<Memory> memory, size_t offset) : memory_(std::move(memory)), offset_(offset) {
-  if (offset % sizeof(uint32_t) != 0 || offset + sizeof(uint32_t) > memory_->num_bytes()) {
+  if (!memory_->is_host_readable()) {
+    throw DriverError("Word", CUDA_ERROR_INVALID_VALUE,
+                      "a word in device memory at " + hex(memory_->address()) +
+                          " is refused: the host cannot read it; use Memory.allocate_host");
+  }
+  if (offset % sizeof(uint32_t) != 0 || memory_->num_bytes() < sizeof(uint32_t) ||
+      offset > memory_->num_bytes() - sizeof(uint32_t)) {
     throw DriverError("Word", CUDA_ERROR_INVALID_VALUE,
                       "offset " + std::to_string(offset) + " is no aligned word of " +
                           std::to_string(memory_->num_bytes()) + " bytes of memory");

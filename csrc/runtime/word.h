@@ -15,6 +15,7 @@ class Word {
   // The word at `offset` of `memory`, which the host must be able to read and write.
   Word(std::shared_ptr<Memory> memory, size_t offset);
 
+  Driver& driver() const { return memory_->driver(); }
   CUdeviceptr address() const { return memory_->address() + offset_; }
   void store(uint32_t value);
   uint32_t load() const;

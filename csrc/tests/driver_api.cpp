@@ -48,6 +48,7 @@ const char* load_driver(const char* path) {
   find_extra(library, "gshost_stream_wait", &cu.host_stream_wait);
   find_extra(library, "gshost_event_wait", &cu.host_event_wait);
   find_extra(library, "gshost_graph_exec_set_executor", &cu.host_set_executor);
+  find_extra(library, "gshost_launch_kernel", &cu.host_launch_kernel);
   return nullptr;
 }
 

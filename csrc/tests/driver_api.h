@@ -111,6 +111,7 @@ struct DriverApi {
   CUresult (*host_stream_wait)(CUstream, int64_t) = nullptr;
   CUresult (*host_event_wait)(CUevent, int64_t) = nullptr;
   CUresult (*host_set_executor)(CUgraphExec, int, int64_t) = nullptr;
+  CUresult (*host_launch_kernel)(CUstream, CUhostFn, void*) = nullptr;
 
   PFN_cuGetProcAddress_v12000 get_proc_address = nullptr;
   CUcontext context = nullptr;

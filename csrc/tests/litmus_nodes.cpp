@@ -213,3 +213,27 @@ LITMUS(a_graph_is_instantiated_with_params) {
   TRUE(bytes.is_all(6));
   OK(cu.graph_exec_destroy(exec));
 }
+
+HOST_LITMUS(a_stand_in_kernel_runs_in_order_and_is_a_kernel_node) {
+  const Stream stream;
+  const Pinned bytes(64);
+  int count = 0;
+  EXPECT(CUDA_ERROR_INVALID_VALUE, cu.host_launch_kernel(stream, nullptr, nullptr));
+  OK(cu.host_launch_kernel(stream, add_one, &count));
+  OK(cu.stream_synchronize(stream));
+  EQUAL(1, count);
+  const Captured captured(stream, [&] {
+    OK(cu.memset_8_async(bytes.address(), 1, 64, stream));
+    OK(cu.host_launch_kernel(stream, add_one, &count));
+    OK(cu.memset_8_async(bytes.address(), 2, 64, stream));
+  });
+  EQUAL(1, num_nodes(captured.graph(), CU_GRAPH_NODE_TYPE_KERNEL));
+  EQUAL(2, num_edges(captured.graph()));
+  for (const Order& order : all_orders(2)) {
+    captured.set_executor(order.executor, order.seed);
+    captured.launch(stream);
+    OK(cu.stream_synchronize(stream));
+  }
+  EQUAL(1 + all_orders(2).size(), count);
+  TRUE(bytes.is_all(2));
+}

@@ -1,4 +1,4 @@
-"""What a gather costs beside its yardsticks: C's memcpy of as many bytes, and gloo's all-gather.
+"""What a gather costs beside its yardsticks: C's memcpy of as many bytes, gloo's all-gather, and NCCL's.
 
 Every sample gathers several units into as many slots, more bytes than the last-level cache holds, so each one is cold.
 All ranks work at once, from a barrier on; the slowest rank's time counts. The yardsticks take turns within one run and
@@ -19,7 +19,7 @@ from graphshard._core import Calls, Memory, OpList, Stream, memcpy
 from graphshard.bench.gloo import gloo
 from graphshard.bench.stats import summarize
 from graphshard.comm.group import Group
-from graphshard.comm.pull import PullTransport
+from graphshard.comm.open import open_transport
 from graphshard.core.errors import CommError
 from graphshard.core.layout import Layout, build_layout
 from graphshard.core.specs import DeviceSpec
@@ -42,6 +42,7 @@ class GatherRequest:
     num_repeats: int = 20
     cold_bytes: int = COLD_BYTES
     executor: str = "cooperative"
+    transport: str = "pull"
     timeout_s: float = 60.0
 
 
@@ -55,7 +56,7 @@ def measure_gather(group: Group, request: GatherRequest) -> list[dict[str, objec
 class _Arena:
     """Chunks, slots and plain sources of `count` units of `num_bytes`."""
 
-    def __init__(self, group: Group, device: Device, num_bytes: int, count: int) -> None:
+    def __init__(self, group: Group, device: Device, num_bytes: int, count: int, request: GatherRequest) -> None:
         model = synthetic_model(count, (("proj", (num_bytes,)),), dtype="uint8")
         spec = DeviceSpec(kind="host", name="bench", memory_bytes=2**62)
         self.layout: Layout = build_layout(
@@ -63,14 +64,16 @@ class _Arena:
         )
         self.stride = self.layout.units[0].num_bytes
         self.count, self.num_bytes = count, num_bytes
-        self.shards = device.allocate(self.layout.shard_bytes, exportable=True)
-        self.slots = device.allocate(self.stride * count, exportable=False)
+        opening = open_transport(request.transport, device, group, request.timeout_s)
+        opening.start()
+        self.shards = opening.allocate("shards", self.layout.shard_bytes)
+        self.slots = opening.allocate("slots", self.stride * count)
         self.sources = device.allocate(self.stride * count, exportable=False)
         window = torch.frombuffer(self.shards, dtype=torch.uint8)
         window.copy_(torch.arange(window.numel(), dtype=torch.int64).mul_(2 * group.rank + 3).to(torch.uint8))
         torch.frombuffer(self.sources, dtype=torch.uint8).fill_(1)
         checksums = [zlib.crc32(self.chunk(unit).numpy().data) for unit in range(count)]
-        self.transport = PullTransport(device, group, self.layout, self.shards, checksums)
+        self.transport = opening.connect(self.layout, self.shards, self.slots, checksums)
 
     def chunk(self, unit: int) -> torch.Tensor:
         """This rank's chunk of `unit`."""
@@ -88,7 +91,7 @@ class _Arena:
 
 
 def _measure_size(group: Group, device: Device, size: int, request: GatherRequest) -> list[dict[str, object]]:
-    arena = _Arena(group, device, size, max(2, -(-request.cold_bytes // size)))
+    arena = _Arena(group, device, size, max(2, -(-request.cold_bytes // size)), request)
     stream = Stream(device.driver)
     runs = _variants(arena, stream, device, request)
     samples: dict[str, list[float]] = {what: [] for what in runs}
@@ -104,22 +107,24 @@ def _measure_size(group: Group, device: Device, size: int, request: GatherReques
             if repeat >= NUM_WARMUPS:
                 samples[what].append(elapsed * 1e6 / arena.count)
     gathered = group.all_gather(samples, name=f"samples of {size} B")
+    runs.clear()  # its graph reads peers' windows
     arena.transport.close()
-    slowest = {what: [max(both) for both in zip(*(g[0][what] for g in gathered), strict=True)] for what in runs}  # type: ignore[index]
-    return [_row(size, what, arena, slowest) for what in runs]
+    slowest = {what: [max(both) for both in zip(*(g[0][what] for g in gathered), strict=True)] for what in order}  # type: ignore[index]
+    return [_row(size, what, arena, slowest) for what in order]
 
 
 def _variants(arena: _Arena, stream: Stream, device: Device, request: GatherRequest) -> dict[str, Callable[[], None]]:
     units = range(arena.count)
-    copies = [
-        copy.bound(0)
+    transport = arena.transport
+    ops = [
+        op
         for unit in units
-        for copy in arena.transport.copies(unit, arena.slots.address + unit * arena.stride)
+        for op in transport.gather_ops(unit, arena.slots.address + unit * arena.stride, 0, 0, transport.num_copies)
     ]
-    graph = OpList(device.driver, [stream], 0, copies).capture(Calls([]))
+    graph = OpList(device.driver, [stream], 0, ops, transport.collectives).capture(Calls([]))
     launcher = graph.instantiate(request.executor)
 
-    def pull() -> None:
+    def gather() -> None:
         launcher.launch(stream)
         if not stream.synchronize(request.timeout_s):
             raise CommError(f"{arena.count} gathers did not end within {request.timeout_s:.1f} s")
@@ -137,7 +142,7 @@ def _variants(arena: _Arena, stream: Stream, device: Device, request: GatherRequ
             all_gather(arena.slot(unit), arena.chunk(unit))
 
     known = {"memcpy": copy, "gloo": over_gloo}
-    return {"pull": pull, **{peer: known[peer] for peer in request.peers}}
+    return {transport.name: gather, **{peer: known[peer] for peer in request.peers}}
 
 
 def _row(size: int, what: str, arena: _Arena, slowest: dict[str, list[float]]) -> dict[str, object]:

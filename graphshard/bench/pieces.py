@@ -24,10 +24,10 @@ from graphshard.device import open_device
 from graphshard.runtime.bind import Hooks
 from graphshard.runtime.build import agree_on_device, build_runtime
 from graphshard.runtime.compiled import Compiled, compile_plan
+from graphshard.runtime.evidence.traced import TracedStep
 from graphshard.runtime.model import SegmentedModel
 from graphshard.runtime.runtime import Runtime
 from graphshard.runtime.source import open_source
-from graphshard.runtime.traced import TracedStep
 from graphshard.schedule.auto import make_plan
 
 NUM_WARMUPS = 2

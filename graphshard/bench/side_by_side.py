@@ -9,7 +9,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from graphshard.bench.decode import Decoded, EagerStep, OnToken, cache_length, clear_state, decode, first_difference
+from graphshard.bench.decode import (
+    Decoded,
+    EagerStep,
+    OnToken,
+    cache_length,
+    clear_state,
+    decode,
+    first_difference,
+    num_steps,
+)
 from graphshard.bench.memory import Pss, read_pss, settle
 from graphshard.bench.stats import summarize
 from graphshard.comm.group import Group
@@ -33,6 +42,8 @@ class Workload:
 
     prompts: Sequence[Sequence[int]]
     num_tokens: int
+    num_steps: int
+    """Of the rank whose prompts are longest."""
 
     @property
     def shape(self) -> StepShape:
@@ -42,18 +53,21 @@ class Workload:
     @staticmethod
     def deal(prompts: Sequence[Sequence[int]], num_tokens: int, group: Group) -> Workload:
         """Rank r takes prompts r, r + world_size, ...; all ranks get as many, the last ones repeat the first."""
-        each = -(-len(prompts) // group.world_size)
-        mine = [prompts[i % len(prompts)] for i in range(group.rank, each * group.world_size, group.world_size)]
-        return Workload(mine, num_tokens)
+        total = -(-len(prompts) // group.world_size) * group.world_size
+        dealt = [prompts[i % len(prompts)] for i in range(total)]
+        return Workload(dealt[group.rank :: group.world_size], num_tokens, num_steps(prompts, num_tokens))
 
 
 def run_workload(runtime: Runtime, workload: Workload, run: str, on_token: OnToken | None = None) -> Decoded:
-    """Decode from clean caches; `run` is eager or graph."""
+    """Decode from clean caches; `run` is eager or graph. Where steps need all ranks, all make as many."""
     clear_state(runtime, workload.shape)
     batch_size = workload.shape.batch_size
     step = runtime.graph(batch_size) if run == "graph" else EagerStep(runtime, workload.shape)
     length = cache_length(runtime, workload.shape)
-    return decode(step, workload.prompts, workload.num_tokens, on_token, num_positions=length)
+    decoded = decode(step, workload.prompts, workload.num_tokens, on_token, num_positions=length)
+    for _ in range(workload.num_steps - len(decoded.step_s) if runtime.is_collective else 0):
+        step.replay()
+    return decoded
 
 
 def measured(group: Group, make: Callable[[], Runtime], body: Callable[[Runtime], None]) -> Pss:
@@ -113,6 +127,7 @@ def _row(runtime: Runtime, run: str, decoded: Decoded, differences: Sequence[obj
         "units": plan.unit_policy,
         "prefetch_depth": plan.prefetch_depth,
         "head": plan.head,
+        "transport": plan.transport,
         "num_slots": plan.num_slots,
         "executor": plan.executor if run == "graph" else None,
         "identical": all(at is None for at in differences),

@@ -15,13 +15,13 @@ from graphshard.core.program import Program
 from graphshard.core.specs import StepShape
 from graphshard.core.timeline import Span, SpanKind, Timeline
 from graphshard.runtime.bind import BoundProgram
+from graphshard.runtime.evidence.traced import TracedStep
+from graphshard.runtime.evidence.traced import bound_program as bound_of
 from graphshard.runtime.runtime import Runtime
-from graphshard.runtime.traced import TracedStep
-from graphshard.runtime.traced import bound_program as bound_of
 
 __all__ = ["BoundRow", "Span", "bound_of", "bound_rows", "trace_step", "trace_timeline"]
 
-KINDS: dict[str, SpanKind] = {"call": "compute", "copy": "copy", "wait": "wait"}
+KINDS: dict[str, SpanKind] = {"call": "compute", "copy": "copy", "all_gather": "copy", "wait": "wait"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,9 @@ def bound_rows(bound: BoundProgram, world_size: int, rank: int) -> list[BoundRow
     """What `bound` issues on `rank`, in order; for lists without hooks and the flat layout (one copy a rank)."""
     rows = []
     for op in bound.lowered.ops:
-        if isinstance(op, CopyRun):
+        if isinstance(op, CopyRun) and bound.is_collective:
+            rows.append(BoundRow("all_gather", op.stream, op.op, f"unit={op.unit} slot={op.slot}"))
+        elif isinstance(op, CopyRun):
             for i in range(op.begin, op.end):
                 source = (rank + 1 + i) % world_size
                 rows.append(BoundRow("copy", op.stream, op.op, f"unit={op.unit} slot={op.slot} from=rank{source}"))

@@ -17,6 +17,7 @@ COMMANDS = {
     "show": "Print a model, plan, layout, program, bound program or graph.",
     "verify": "Prove op lists free of races, or name every violation.",
     "doctor": "Say what this machine can do, and why not.",
+    "compare": "Show that a captured step does what an eager one does, on all ranks, and what each costs.",
     "bench": "Measure gathers, dispatch and compile time.",
 }
 """Name and help of each command; `graphshard.cli.<name>` holds it as `command`."""

@@ -11,7 +11,7 @@ from graphshard.bench.compile import CompileRequest, measure_compile
 from graphshard.bench.stats import summarize
 from graphshard.cli.bench_step import command as step
 from graphshard.cli.common import COUNT, Names, Output, Size, Sizes, answering, rank_values
-from graphshard.cli.planning import LAYERS, RANKS, SHAPES, Units
+from graphshard.cli.planning import LAYERS, RANKS, SHAPES, Units, transport_option
 from graphshard.core.sizes import format_bytes
 from graphshard.report.tables import table_of
 
@@ -32,18 +32,27 @@ command.add_command(step)
 @click.option("--world-size", type=COUNT, default=2, show_default=True)
 @click.option("--sizes", type=Sizes(), default="1MiB,14MiB,64MiB", show_default=True, help="Bytes of a unit.")
 @click.option("--peers", type=Names(("memcpy", "gloo")), default="memcpy,gloo", show_default=True)
+@transport_option
 @click.option("--repeats", type=COUNT, default=20, show_default=True, help="Samples of each.")
 @click.option("--cold-size", type=Size(), default="96MiB", show_default=True, help="Bytes gathered in one sample.")
 @click.option("--executor", type=click.Choice(EXECUTORS), default="cooperative", show_default=True)
 @answering
 def gather(
-    out: Output, world_size: int, sizes: list[int], peers: list[str], repeats: int, cold_size: int, executor: str
+    out: Output,
+    world_size: int,
+    sizes: list[int],
+    peers: list[str],
+    transport: str,
+    repeats: int,
+    cold_size: int,
+    executor: str,
 ) -> None:
     """Gather units over rank processes, beside C's memcpy of as many bytes and gloo's all-gather.
 
     GBps is bytes of the unit / time (1e9). All ranks work at once, on slots that are not in any cache.
     """
-    request = {"sizes": sizes, "peers": peers, "num_repeats": repeats, "cold_bytes": cold_size, "executor": executor}
+    request = {"sizes": sizes, "peers": peers, "num_repeats": repeats, "cold_bytes": cold_size}
+    request |= {"executor": executor, "transport": transport}
     rows = rank_values(out, "graphshard.cli.ranks:gather", world_size, request, RUN_TIMEOUT_S)[0]
     shown = [{**row, "size": format_bytes(row["num_bytes"]), "spread": _spread(row)} for row in rows]
     columns = {"size": "unit", "what": "what", "us": "us", "spread": "p10-p90", "GBps": "GB/s"}

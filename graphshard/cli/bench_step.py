@@ -11,6 +11,7 @@ import click
 from graphshard.bench.step_rows import chosen_rows, core_share, label_of, samples_of, step_rows
 from graphshard.cli.common import COUNT, Names, Output, answering, check_writable, rank_values
 from graphshard.cli.counts import Counts
+from graphshard.cli.planning import transport_option
 from graphshard.core.errors import SpecError
 from graphshard.cost.hardware_file import load_hardware
 from graphshard.models.config import load_llama_config
@@ -66,6 +67,7 @@ class _Plans(click.ParamType[list[list[Any]]]):
 @click.option("--batch-sizes", type=Counts(), default="1,16", show_default=True, help="Sequences of a step.")
 @click.option("--peers", type=Names(PEERS), default=",".join(PEERS), show_default=True)
 @click.option("--plans", type=_Plans(), default=PLANS, show_default=True, help="Run beside the plan that was chosen.")
+@transport_option
 @click.option("--launches", type=COUNT, default=3, show_default=True, help="Times that all ranks are started anew.")
 @click.option("--steps", type=COUNT, default=30, show_default=True, help="Counted steps of each run, in each launch.")
 @click.option("--cache-length", type=COUNT, default=64, show_default=True, help="Positions of the KV cache.")
@@ -80,6 +82,7 @@ def command(
     batch_sizes: list[int],
     peers: list[str],
     plans: list[list[Any]],
+    transport: str,
     launches: int,
     steps: int,
     cache_length: int,
@@ -105,6 +108,7 @@ def command(
         "cache_length": cache_length,
         "peers": [*peers, *([] if no_reference else ["transformers"])],
         "plans": plans,
+        "transport": transport,
     }
     found = [
         rank_values(out, ENTRY, world_size, {**request, "title": f"launch {i + 1} of {launches}"}, LAUNCH_TIMEOUT_S)

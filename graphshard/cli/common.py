@@ -23,7 +23,7 @@ from click.core import ParameterSource
 from rich.console import Console
 
 from graphshard.comm.launch import failure_text, raise_first_failure, run_ranks
-from graphshard.core.errors import GraphshardError
+from graphshard.core.errors import GraphshardError, SpecError
 from graphshard.core.sizes import parse_bytes
 from graphshard.report.machine import machine_facts
 
@@ -71,8 +71,11 @@ class Output:
         if self._json_path == "-":
             self._json_file.write(text)
             self._json_file.flush()
-        else:
+            return
+        try:
             Path(self._json_path).write_text(text)
+        except OSError as error:
+            raise SpecError(f"--json {self._json_path} could not be written: {error.strerror}") from error
 
 
 def answering(function: Command) -> Callable[..., None]:
@@ -108,13 +111,25 @@ def refuse_given(names: Sequence[str], why: str) -> None:
         raise click.UsageError(f"{', '.join('--' + name.replace('_', '-') for name in given)}: {why}")
 
 
-def rank_values(out: Output, entry: str, world_size: int, request: Json, timeout_s: float) -> list[Any]:
+def rank_values(
+    out: Output,
+    entry: str,
+    world_size: int,
+    request: Json,
+    timeout_s: float,
+    after_failure_s: float | None = None,
+    env: Mapping[str, str] | None = None,
+) -> list[Any]:
     """What `entry(group, request)` returned in each of `world_size` rank processes, by rank.
+
+    Limits as `RankProcesses.wait` has them; `env` is added to their environment.
 
     Raises:
         GraphshardError: of the rank that failed first; with --debug its traceback is printed before.
     """
-    results = run_ranks(entry, world_size, arguments=[request], timeout_s=timeout_s)
+    results = run_ranks(
+        entry, world_size, arguments=[request], timeout_s=timeout_s, after_failure_s=after_failure_s, env=env
+    )
     if out.debug and (text := failure_text(results)):
         print(text, file=sys.stderr)
     raise_first_failure(results)

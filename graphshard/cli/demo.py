@@ -10,7 +10,7 @@ import click
 
 from graphshard.bench.stats import summarize
 from graphshard.cli.common import COUNT, Names, Output, answering, check_writable, rank_values
-from graphshard.cli.planning import IntOrAuto, Units
+from graphshard.cli.planning import IntOrAuto, Units, transport_option
 from graphshard.cli.prompts import PROMPTS, Codec
 from graphshard.core.sizes import format_bytes
 from graphshard.models.config import load_llama_config
@@ -18,6 +18,7 @@ from graphshard.report.tables import table_of
 
 RUN_TIMEOUT_S = 900.0
 RUNS = ("eager", "graph")
+PLAN_KEYS = ("units", "prefetch_depth", "head", "transport", "executor", "reasons")
 
 
 @click.command("demo")
@@ -32,6 +33,7 @@ RUNS = ("eager", "graph")
 @click.option("--units", type=Units(), default="auto", show_default=True)
 @click.option("--prefetch-depth", type=IntOrAuto(), default="auto", show_default=True)
 @click.option("--head", type=click.Choice(["inside", "outside", "tail"]), default="inside", show_default=True)
+@transport_option
 @click.option("--png", type=click.Path(path_type=Path), default="graphshard-demo.png", show_default=True)
 @click.option("--no-reference", is_flag=True, help="Leave out transformers' own generation.")
 @click.option("--matrix", is_flag=True, help="Also try world sizes 1-4, threads and processes, depths and heads.")
@@ -45,6 +47,7 @@ def command(
     units: str,
     prefetch_depth: int | str,
     head: str,
+    transport: str,
     png: Path,
     no_reference: bool,
     matrix: bool,
@@ -65,7 +68,7 @@ def command(
         "prompts": [codec.encode(prompt, vocab_size) for prompt in PROMPTS],
         "num_tokens": tokens,
         "runs": runs,
-        "choices": {"units": units, "prefetch_depth": prefetch_depth, "head": head},
+        "choices": {"units": units, "prefetch_depth": prefetch_depth, "head": head, "transport": transport},
         "trace": True,
         "reference": not no_reference,
     }
@@ -77,7 +80,7 @@ def command(
     if matrix:
         from graphshard.cli.matrix import run_matrix
 
-        tried = run_matrix(out, str(folder), request["prompts"], tokens, units)
+        tried = run_matrix(out, str(folder), request["prompts"], tokens, {"units": units, "transport": transport})
         answer["matrix_identical"] = all(row["identical"] for row in tried)
         answer["identical"] = answer["identical"] and answer["matrix_identical"]
         rows += tried
@@ -121,7 +124,7 @@ def _answer(values: list[dict[str, Any]], runs: list[str], folder: Path, codec: 
         "first_differences": differences,
         "min_top2_gap": min(value["min_gap"] for value in values),
         **kept,
-        "plan": {key: values[0][key] for key in ("units", "prefetch_depth", "head", "executor", "reasons")},
+        "plan": {key: values[0][key] for key in PLAN_KEYS},
         "graph_nodes": values[0]["graph_nodes"],
         "step_shape": values[0]["step_shape"],
         "step_ms": {run: summarize(samples[run]).median for run in made},

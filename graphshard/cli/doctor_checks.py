@@ -15,13 +15,16 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from graphshard._core import DriverError, NcclError, NcclLibrary
+from graphshard.comm.nccl import nccl_facts
+from graphshard.comm.nccl_gates import OLDEST, judge, raise_if_refused, version_text
+from graphshard.comm.nccl_library import find_library
 from graphshard.core.errors import GraphshardError
 from graphshard.core.sizes import format_bytes
 from graphshard.device import open_device
 from graphshard.device.open import why_no_cuda
 
 NCCL_NAME = "libnccl.so.2"
-NCCL_WANTED = (2, 28, 3)
 PACKAGES = {
     "torch": "pip install 'torch>=2.9'",
     "numpy": "pip install numpy",
@@ -65,6 +68,7 @@ def machine_checks(world_size: int) -> Iterator[Check]:
     why_not = why_no_cuda(0)
     yield Check("libcuda", "libcuda.so.1" if not why_not else "", why_not)
     yield _nccl()
+    yield _host_nccl(world_size)
     for package, hint in PACKAGES.items():
         yield _package(package, hint)
 
@@ -137,8 +141,21 @@ def _huge_pages(name: str, file: str) -> Check:
     return Check(name, chosen, f"{path} says {chosen}: pages are {format_bytes(mmap.PAGESIZE)}" if is_off else None)
 
 
+def _host_nccl(world_size: int) -> Check:
+    """The collective transport on the host, with what the environment says to it."""
+    try:
+        device = open_device("host")
+        library = NcclLibrary(str(find_library(device)), device.driver)
+        facts = nccl_facts(device, library, world_size)
+        verdicts = judge(facts)
+        raise_if_refused(verdicts)
+    except (GraphshardError, NcclError, DriverError) as error:
+        return Check("transport nccl", "", str(error))
+    return Check("transport nccl", "; ".join([facts.name, *(verdict.reason for verdict in verdicts)]))
+
+
 def _nccl() -> Check:
-    """NCCL is for devices; the host runtime does without."""
+    """The vendor's, for devices."""
     path, reasons = NCCL_NAME, []
     with contextlib.suppress(ModuleNotFoundError):
         spec = importlib.util.find_spec("nvidia.nccl")
@@ -157,9 +174,8 @@ def _nccl_version(library: ctypes.CDLL, path: str) -> Check:
     code = library.ncclGetVersion(ctypes.byref(number))
     if code != 0:
         return Check("libnccl", path, f"{path}: ncclGetVersion failed with {code}")
-    found = (number.value // 10000, number.value // 100 % 100, number.value % 100)
-    text, wanted = (".".join(map(str, one)) for one in (found, NCCL_WANTED))
-    why_not = None if found >= NCCL_WANTED else f"{text} is loaded, symmetric windows need {wanted}"
+    text, wanted = version_text(number.value), version_text(OLDEST)
+    why_not = None if number.value >= OLDEST else f"{text} is loaded, symmetric windows need {wanted}"
     return Check("libnccl", f"{text} ({path})", why_not)
 
 

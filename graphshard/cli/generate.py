@@ -13,7 +13,7 @@ from graphshard.cli.common import COUNT, Output, Size, answering
 from graphshard.cli.generate_job import GenerateJob
 from graphshard.cli.generate_report import report_of, show_report, summary_of
 from graphshard.cli.generate_screen import Screen
-from graphshard.cli.planning import IntOrAuto, Units
+from graphshard.cli.planning import IntOrAuto, Units, transport_option
 from graphshard.cli.prompts import PROMPTS, Codec
 from graphshard.comm.launch import failure_text, raise_first_failure
 from graphshard.core.errors import SpecError
@@ -57,6 +57,7 @@ class _Fault(click.ParamType[list[Any]]):
 @click.option("--run", type=click.Choice(["eager", "graph"]), default="graph", show_default=True)
 @click.option("--prefetch-depth", type=IntOrAuto(), default="auto", show_default=True)
 @click.option("--units", type=Units(), default="auto", show_default=True)
+@transport_option
 @click.option("--batch-size", type=COUNT, default=8, show_default=True, help="At most so many sequences in a step.")
 @click.option("--memory", type=Size(), help="What one rank may use; by default an equal part of the machine's.")
 @click.option("--report", is_flag=True, help="Measure units, latency, memory, beside the replicated model.")
@@ -73,6 +74,7 @@ def command(
     run: str,
     prefetch_depth: int | str,
     units: str,
+    transport: str,
     batch_size: int,
     memory: int | None,
     report: bool,
@@ -82,19 +84,19 @@ def command(
     """Generate greedily on rank processes; prompts are dealt to them in turn, and each rank decodes its own.
 
     Rank 0's first prompt is shown while it is generated. A rank that dies takes its own prompts with it and no others;
-    a stopped one delays nobody. Exit code 1: prompts were lost, or a bit differs from the replicated model's.
+    a stopped one delays nobody (transport nccl: both end all ranks). Exit code 1: prompts were lost, or a bit differs.
     """
+    if restart:
+        _check_restart(world_size, transport)
     if memory is not None and not report:
         raise click.UsageError("--memory is what --report counts with: give both, or neither")
-    if restart and world_size == 1:
-        raise SpecError("--restart needs another rank, that the restarted one can join: use --world-size 2 or more")
     folder = model or _smollm2()
     texts = _texts(prompts, prompts_file)
     request = {
         "model": str(folder),
         "num_tokens": tokens,
         "run": run,
-        "choices": {"units": units, "prefetch_depth": prefetch_depth},
+        "choices": {"units": units, "prefetch_depth": prefetch_depth, "transport": transport},
         "report": report,
         "fault": fault,
         **_sizes(folder, texts, tokens, world_size, batch_size),
@@ -137,6 +139,15 @@ def _smollm2() -> Path:
     from graphshard.models.smollm2 import prepare_smollm2
 
     return prepare_smollm2()
+
+
+def _check_restart(world_size: int, transport: str) -> None:
+    if world_size == 1:
+        raise SpecError("--restart needs another rank, that the restarted one can join: use --world-size 2 or more")
+    if transport != "pull":
+        raise SpecError(
+            f"--restart needs transport pull: a communicator of {transport} cannot take in a rank that came back"
+        )
 
 
 def _texts(prompts: tuple[str, ...], file: Path | None) -> list[str]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import graphshard
-from graphshard.bench.decode import Decoded, EagerStep, Step, clear_state, decode
+from graphshard.bench.decode import Decoded, EagerStep, Step, clear_state, decode, num_steps
 from graphshard.cli.generate_wire import Lines, connect
 from graphshard.comm.group import Group
 from graphshard.comm.rejoin import Newcomer
@@ -55,6 +55,11 @@ class GenerateRequest:
         mine = list(range(rank, len(self.prompts), world_size))
         return [mine[i : i + self.batch_size] for i in range(0, len(mine), self.batch_size)]
 
+    def num_steps(self, rank: int, world_size: int) -> int:
+        """The steps that a rank's batches take."""
+        batches = self.batches(rank, world_size)
+        return sum(num_steps([self.prompts[i] for i in numbers], self.num_tokens) for numbers in batches)
+
 
 def generate(group: Group, values: dict[str, Any]) -> None:
     """`generate` on one rank. What it made goes to the command at once, and again nowhere."""
@@ -69,6 +74,7 @@ def generate(group: Group, values: dict[str, Any]) -> None:
         lines.send({"what": "ready", "is_newcomer": isinstance(group, Newcomer)})
         batches = decode_batches(runtime, group, request, lines)
         lines.send({"what": "done", "batches": batches})
+        _keep_company(runtime, group, request)
         if _order(lines) == "end":
             return
         assert measure is not None
@@ -121,6 +127,16 @@ def decode_batches(
         decoded = decode(step, prompts, request.num_tokens, on_token, num_positions=request.cache_length)
         found.append(_told(request, numbers, decoded))
     return found
+
+
+def _keep_company(runtime: Runtime, group: Group, request: GenerateRequest) -> None:
+    """Steps for no prompt, under a transport whose gathers need all ranks: as many as the rank with the most has."""
+    if not runtime.is_collective:
+        return
+    counts = [request.num_steps(rank, group.world_size) for rank in range(group.world_size)]
+    step = _step(runtime, request)
+    for _ in range(max(counts) - counts[group.rank]):
+        step.replay()
 
 
 def _step(runtime: Runtime, request: GenerateRequest) -> Step:

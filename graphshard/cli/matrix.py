@@ -23,11 +23,16 @@ CHOICES: tuple[dict[str, Any], ...] = (
 )
 
 
-def run_matrix(out: Output, model: str, prompts: list[list[int]], num_tokens: int, units: str) -> list[dict[str, Any]]:
-    """Every world size, as threads and as processes, with every one of CHOICES, eager and graph: a row each."""
+def run_matrix(
+    out: Output, model: str, prompts: list[list[int]], num_tokens: int, common: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Every world size, as threads and as processes, with every one of CHOICES, eager and graph: a row each.
+
+    `common` are choices that all have.
+    """
     rows: list[dict[str, Any]] = []
     for world_size in WORLD_SIZES:
-        request = matrix_request(model, prompts, num_tokens, units, world_size)
+        request = matrix_request(model, prompts, num_tokens, common, world_size)
         for kind in ("threads", "processes"):
             out.say(f"matrix: world size {world_size}, {kind} ...")
             rows += [{"ranks": kind, **row} for row in _run(out, kind, world_size, request)]
@@ -40,7 +45,7 @@ def run_matrix(out: Output, model: str, prompts: list[list[int]], num_tokens: in
 
 
 def matrix_request(
-    model: str, prompts: list[list[int]], num_tokens: int, units: str, world_size: int
+    model: str, prompts: list[list[int]], num_tokens: int, common: dict[str, Any], world_size: int
 ) -> dict[str, Any]:
     """What `ranks.matrix` takes: two short prompts a rank, a few tokens. One rank shards nothing: it has one plan."""
     choices = CHOICES if world_size > 1 else CHOICES[:1]
@@ -48,7 +53,7 @@ def matrix_request(
         "model": model,
         "prompts": [prompt[:NUM_PROMPT_TOKENS] for prompt in prompts[: 2 * world_size]],
         "num_tokens": min(NUM_TOKENS, num_tokens),
-        "choices": [{**choice, "units": units} for choice in choices],
+        "choices": [{**choice, **common} for choice in choices],
         "runs": ["eager", "graph"],
     }
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import click
 
 from graphshard.cli.common import refuse_given
 from graphshard.core.errors import SpecError
 from graphshard.core.layout import Layout, build_layout
-from graphshard.core.plan import Plan
+from graphshard.core.plan import Plan, Transport
 from graphshard.core.program import Program
 from graphshard.core.specs import DeviceSpec, ModelSpec, StepShape
 from graphshard.schedule.auto import make_plan
@@ -31,6 +31,15 @@ RANKS = click.IntRange(1, 4096)
 COPY_STREAMS = click.IntRange(1, MAX_COPY_STREAMS)
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
+
+
+transport_option = click.option(
+    "--transport",
+    type=click.Choice(get_args(Transport)),
+    default="pull",
+    show_default=True,
+    help="What gathers are carried out by.",
+)
 
 
 class IntOrAuto(click.ParamType[int | str]):
@@ -74,6 +83,7 @@ class PlanRequest:
     prefetch_depth: int | str
     num_slots: int | str
     head: str
+    transport: Transport
     num_copy_streams: int
     capture_sizes: int
 
@@ -84,6 +94,7 @@ class PlanRequest:
             "prefetch_depth": self.prefetch_depth,
             "num_slots": self.num_slots,
             "head": self.head,
+            "transport": self.transport,
             "num_copy_streams": self.num_copy_streams,
             "step_shapes": [StepShape(b) for b in range(1, self.capture_sizes + 1)],
         }
@@ -120,6 +131,7 @@ def plan_request(function: Decorated) -> Decorated:
         click.option("--prefetch-depth", type=IntOrAuto(), default="auto", show_default=True),
         click.option("--num-slots", type=IntOrAuto(), default="auto", show_default=True),
         click.option("--head", type=click.Choice(["inside", "outside", "tail"]), default="inside", show_default=True),
+        transport_option,
         click.option("--num-copy-streams", type=COPY_STREAMS, default=1, show_default=True),
         click.option(
             "--capture-sizes", type=SHAPES, default=1, show_default=True, help="Step shapes: batch sizes 1 to this."

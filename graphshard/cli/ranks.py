@@ -137,6 +137,7 @@ def facts_of(runtime: Runtime, workload: Workload) -> dict[str, Any]:
         "units": plan.unit_policy,
         "prefetch_depth": plan.prefetch_depth,
         "head": plan.head,
+        "transport": plan.transport,
         "executor": plan.executor,
         "reasons": list(plan.reasons),
         "step_shape": str(workload.shape),

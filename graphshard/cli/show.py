@@ -75,7 +75,7 @@ def _show_program(out: Output, made: Planned, request: PlanRequest, lowered: boo
     program = made.programs[min(made.programs)]
     shapes = [str(shape) for shape in made.programs]
     if lowered:
-        low = lower(program, num_copies=request.world_size, num_copy_streams=request.num_copy_streams)
+        low = lower(program, num_copies=made.plan.num_copies, num_copy_streams=made.plan.num_copy_streams)
         out.say(lowered_text(low).rstrip())
         rows = [{"index": i, "kind": type(op).__name__, **flat(op)} for i, op in enumerate(low.ops)]
         out.emit(rows, noun="lowered", text=low.text(), digest=low.digest, step_shapes=shapes)

@@ -37,6 +37,7 @@ class StepRequest:
     peers: list[str]
     plans: list[list[Any]]
     """[units, prefetch_depth, executor] of plans to run beside the chosen one."""
+    transport: str
     title: str
     """Of the progress bar."""
 
@@ -92,6 +93,7 @@ class _Field:
             plan=plan,
             capture_sizes=self._request.batch_sizes,
             timeout_s=TIMEOUT_S,
+            transport=self._request.transport,
             **choices,
         )
         return self._stack.enter_context(made)

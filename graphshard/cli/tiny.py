@@ -41,7 +41,7 @@ class TinyRuntimes:
     def graph(self, group: Group) -> dict[str, Any]:
         """The nodes of rank 0's captured graph, by kind."""
         with self._runtime(group) as runtime:
-            if group.rank == 0:  # capture is local; captures in one process may not overlap
+            if group.rank == 0 or runtime.is_collective:  # else capture is local, and one is shown
                 runtime.capture([SHAPE])
                 nodes = runtime.graph(1).num_nodes()
             else:

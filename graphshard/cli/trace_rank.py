@@ -25,8 +25,9 @@ def trace(group: Group, values: dict[str, Any]) -> dict[str, Any]:
     """The timeline of a traced step on this rank, beside the times of untraced ones."""
     torch.set_num_threads(1)
     folder, batch_size = Path(values["model"]), values["batch_size"]
-    workload = Workload(values["prompts"][:1] * batch_size, values["num_tokens"])
-    length = max(values["cache_length"], num_steps(workload.prompts, workload.num_tokens))
+    prompts = values["prompts"][:1] * batch_size
+    workload = Workload(prompts, values["num_tokens"], num_steps(prompts, values["num_tokens"]))
+    length = max(values["cache_length"], workload.num_steps)
     model = load_llama(folder, batch_size, length)
     with graphshard.compile(
         model,

@@ -11,6 +11,7 @@ import click
 from graphshard.cli.common import Output, answering, refuse_given
 from graphshard.cli.planning import PlanRequest, plan_request, planned
 from graphshard.core.errors import ProgramError
+from graphshard.core.plan import copies_per_gather
 from graphshard.core.program import Program
 from graphshard.verify import verify
 
@@ -32,10 +33,17 @@ def command(out: Output, files: tuple[Path, ...], **options: Any) -> bool:
     if files:
         refuse_given(PLAN_OPTIONS, "a file's program is what it is: leave out the option, or the files")
         programs = [Program.parse(_text(path)) for path in files]
-        report = verify(programs, num_copies=request.world_size, num_copy_streams=request.num_copy_streams)
+        num_copies = copies_per_gather(request.transport, request.world_size)
+        report = verify(programs, num_copies=num_copies, num_copy_streams=request.num_copy_streams)
     else:
         made = planned(request)
-        report = verify(made.programs, made.layout, model=made.model, num_copy_streams=request.num_copy_streams)
+        report = verify(
+            made.programs,
+            made.layout,
+            model=made.model,
+            num_copies=made.plan.num_copies,
+            num_copy_streams=made.plan.num_copy_streams,
+        )
     out.say(report.text())
     rows = [{**asdict(violation), "name": violation.name} for violation in report.violations]
     out.emit(rows, good=report.is_good, num_programs=report.num_programs, num_ops=report.num_ops)

@@ -65,7 +65,7 @@ class ControlTable:
 
     @property
     def mine(self) -> ControlPage:
-        """This rank's page, the only one it may write."""
+        """This rank's page, the only one it may write (but for `claim_first`)."""
         return self.pages[self._rank]
 
     def state(self, rank: int) -> RankState:

@@ -196,6 +196,8 @@ class _Room:
         told = json.loads(frame.payload)
         with self.lock:
             rank = self._check_rank(told["rank"], client.peer_pid())
+            if "why_not" in self._offer:
+                raise CommError(f"rank {rank} cannot come back to job {self._door.job}: {self._offer['why_not']}")
             if frame.name == HELLO:
                 fds: list[int] = []
                 for one in range(len(self._records)):

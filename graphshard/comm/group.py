@@ -25,6 +25,7 @@ from graphshard.core.errors import CommError, GraphshardError, SpecError
 Value = TypeVar("Value")
 
 DEFAULT_TIMEOUT_S = 60.0
+LONGEST_TIMEOUT_S = 86400.0
 
 
 class Group:

@@ -6,6 +6,7 @@ ends those that are left, and only those.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -23,6 +24,7 @@ from graphshard.comm.output import OutputPump
 from graphshard.core import errors
 from graphshard.core.errors import CommError, GraphshardError, SpecError
 
+_LOOK_S = 0.1  # how often all ranks are looked at
 _LAST_OUTPUT_S = 2.0  # what ranks wrote before they ended is read for at most this long
 
 
@@ -136,7 +138,7 @@ class RankProcesses:
         except subprocess.TimeoutExpired:
             raise CommError(f"rank {rank} (pid {before.pid}) still runs: end it before it is started again") from None
         self._pump.wait_for_end(rank, _LAST_OUTPUT_S)
-        result, job = self._result(rank, None), self.job
+        result, job = self._result(rank, ""), self.job
         if not job:
             raise CommError(f"rank {rank} cannot come back: no rank had its group yet; start all ranks anew")
         self._processes[rank] = self._start(rank, [*self._command, "--rejoin", job])
@@ -146,20 +148,18 @@ class RankProcesses:
         """Send a signal to one rank, if it still runs."""
         self._processes[rank].send_signal(number)
 
-    def wait(self, timeout_s: float) -> list[RankResult]:
-        """All ranks' results, by rank; those that still run `timeout_s` after the start are killed and say so."""
-        deadline = self._started + timeout_s
-        late: set[int] = set()
-        for rank, process in enumerate(self._processes):
-            try:
-                process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                late.add(rank)
+    def wait(self, timeout_s: float, after_failure_s: float | None = None) -> list[RankResult]:
+        """All ranks' results, by rank; those that still run `timeout_s` after the start are killed and say so.
+
+        With `after_failure_s` they are also killed that long after a rank has failed: for ranks that need each other,
+        where one may be stopped, or wait for a peer that never came.
+        """
+        late, limit = self._wait_for_ends(timeout_s, after_failure_s)
         for rank in late:
             self._processes[rank].kill()
             self._processes[rank].wait()
         self._pump.finish(_LAST_OUTPUT_S)
-        return [self._result(rank, timeout_s if rank in late else None) for rank in range(self.world_size)]
+        return [self._result(rank, limit if rank in late else "") for rank in range(self.world_size)]
 
     def close(self) -> None:
         """End every rank that still runs, and wait for it. Idempotent."""
@@ -175,6 +175,26 @@ class RankProcesses:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+    def _wait_for_ends(self, timeout_s: float, after_failure_s: float | None) -> tuple[set[int], str]:
+        """Ranks that have not ended in time, and in which time."""
+        deadline, limit = self._started + timeout_s, f"within {timeout_s:.1f} s"
+        running = set(range(self.world_size))
+        while running:
+            for rank in sorted(running):
+                process = self._processes[rank]
+                if process.poll() is None:
+                    continue
+                running.discard(rank)
+                until = deadline if after_failure_s is None else time.monotonic() + after_failure_s
+                if process.returncode and until < deadline:
+                    deadline, limit = until, f"within {after_failure_s:.1f} s after rank {rank} had failed"
+            left_s = deadline - time.monotonic()
+            if not running or left_s <= 0:
+                break
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._processes[min(running)].wait(min(left_s, _LOOK_S))
+        return running, limit
 
     def _start(self, rank: int, command: list[str]) -> subprocess.Popen[bytes]:
         read_end, write_end = os.pipe()
@@ -195,14 +215,14 @@ class RankProcesses:
         self._pump.add(rank, read_end, process)
         return process
 
-    def _result(self, rank: int, timed_out_s: float | None) -> RankResult:
+    def _result(self, rank: int, limit: str) -> RankResult:
         process = self._processes[rank]
         raw, ended = self._pump.result(rank)
         told = _told(raw)
         failure = told.get("error", {})
         error = failure.get("message", "") or failure.get("type", "")
-        if timed_out_s is not None:
-            error = f"did not end within {timed_out_s:.1f} s and was killed (pid {process.pid})"
+        if limit:
+            error = f"did not end {limit} and was killed (pid {process.pid})"
         elif "value" not in told and not failure:
             error = _exit_text(process.returncode)
         return RankResult(
@@ -223,6 +243,7 @@ def run_ranks(
     *,
     arguments: Sequence[object] = (),
     timeout_s: float = 120.0,
+    after_failure_s: float | None = None,
     group_timeout_s: float | None = DEFAULT_TIMEOUT_S,
     env: Mapping[str, str] | None = None,
     num_threads: int = 1,
@@ -236,7 +257,7 @@ def run_ranks(
         env=env,
         num_threads=num_threads,
     ) as ranks:
-        return ranks.wait(timeout_s)
+        return ranks.wait(timeout_s, after_failure_s)
 
 
 def raise_first_failure(results: Sequence[RankResult]) -> None:

@@ -6,14 +6,16 @@ that can map each other's memory: one node (or one NVLink domain).
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from graphshard._core import Memory
+from graphshard._core import Communicator, Memory
+from graphshard.comm.alignment import Apart
+from graphshard.comm.checksums import ChunkChecksums
+from graphshard.comm.control import ControlTable
 from graphshard.comm.doors import RankRecord
 from graphshard.comm.group import Group
+from graphshard.comm.transport import BoundOp, Remappable, WindowUse
 from graphshard.comm.windows import WindowTable
 from graphshard.core.errors import CommError
 from graphshard.core.layout import Copy, Layout
@@ -37,7 +39,7 @@ class BoundCopy:
     is_own: bool
     """Whether the source is this rank's own shard."""
 
-    def bound(self, stream: int) -> tuple[object, ...]:
+    def bound(self, stream: int) -> BoundOp:
         """The op for `_core.OpList`, on the stream with that index."""
         if self.rows == 1:
             return ("copy", stream, self.destination, self.source, self.row_bytes)
@@ -47,6 +49,11 @@ class BoundCopy:
 
 class PullTransport:
     """Peers' shard windows, mapped. Made by all ranks of the group at once; everything after that is local."""
+
+    name = "pull"
+    is_collective = False
+    collectives: tuple[Communicator, ...] = ()
+    must_exit: str | None = None
 
     def __init__(
         self,
@@ -71,27 +78,19 @@ class PullTransport:
             CommError: ranks disagree about the layout or its windows.
             DeviceError: a window cannot be exported or mapped on some rank.
         """
-        self.world_size = group.world_size
+        self.world_size = self.num_copies = group.world_size
         self._rank = group.rank
         self._layout = layout
         self._windows = WindowTable(device, group)
-        self._checksums: list[list[int]]
         group.agree("shard window", lambda: self._check(shard_memory, checksums))
         if peers is not None:
             if shard_memory is not None:
                 self._windows.adopt(SHARD, shard_memory, [peer.window_fd for peer in peers])
-            self._checksums = [list(peer.checksums) for peer in peers]
+            self._checksums = ChunkChecksums(group.rank, layout, [list(peer.checksums) for peer in peers])
             return
         if shard_memory is not None:
             self._windows.register({SHARD: shard_memory})
-        told: list[Any] = group.all_gather([layout.digest, list(checksums)], name="checksums")
-        self._checksums = [value[1] for value, _ in told]
-        unlike = [rank for rank, (value, _) in enumerate(told) if value[0] != layout.digest]
-        if unlike:
-            raise CommError(
-                f"layouts differ: rank {self._rank} has digest {layout.digest[:12]}, ranks {unlike} have others; "
-                "start all ranks with the same model and plan"
-            )
+        self._checksums = ChunkChecksums.exchange(group, layout, checksums)
 
     def copies(self, unit: int, slot_address: int) -> list[BoundCopy]:
         """The copies that gather `unit` into the slot at `slot_address`: from rank + 1 on, this rank's own last.
@@ -104,32 +103,17 @@ class PullTransport:
         pieces.sort(key=lambda copy: (copy.source_rank - self._rank - 1) % self.world_size)
         return [self._bind(copy, slot_address) for copy in pieces]
 
+    def gather_ops(self, unit: int, slot_address: int, stream: int, begin: int, end: int) -> list[BoundOp]:
+        """Copies `begin` to `end` of `copies`, for `_core.OpList`, on its stream `stream`. See `Transport`."""
+        return [copy.bound(stream) for copy in self.copies(unit, slot_address)[begin:end]]
+
     def verify_unit(self, unit: int, slot_view: memoryview, rank: int | None = None) -> None:
         """Compare a gathered unit, or only `rank`'s chunk of it, with what its owners loaded.
-
-        `slot_view` are the slot's bytes, on the host.
 
         Raises:
             CommError: naming this rank, the source ranks whose chunks differ, and the unit.
         """
-        found = [0] * self.world_size
-        judged = range(self.world_size) if rank is None else (rank,)
-        for copy in self._layout.units[unit].copies:
-            if copy.source_rank not in judged:
-                continue
-            for row in range(copy.rows):
-                begin = copy.slot_offset + row * copy.slot_pitch
-                found[copy.source_rank] = zlib.crc32(slot_view[begin : begin + copy.row_bytes], found[copy.source_rank])
-        expected = [checksums[unit] for checksums in self._checksums]
-        wrong = [source for source in judged if found[source] != expected[source]]
-        if wrong:
-            pairs = ", ".join(
-                f"{found[source]:08x} from rank {source} instead of {expected[source]:08x}" for source in wrong
-            )
-            raise CommError(
-                f"rank {self._rank} gathered other bytes of unit {unit} than their owners loaded: checksum {pairs}; "
-                "the shard was changed after load, or the mapping of that rank's memory is not what it exported"
-            )
+        self._checksums.verify_unit(unit, slot_view, rank)
 
     def generations(self) -> tuple[int, ...]:
         """One number a rank; a graph bound before one changed must not be replayed. Empty if nothing is sharded."""
@@ -146,6 +130,16 @@ class PullTransport:
     def drop_retired(self) -> None:
         """Give up the mappings that `remap` replaced; nothing bound before may be used any more."""
         self._windows.drop_retired()
+
+    @property
+    def remappable(self) -> Remappable:
+        """This transport: windows can be mapped anew when a rank comes back."""
+        return self
+
+    def alignment(self, control: ControlTable, timeout_s: float) -> Apart:
+        """Ranks go each at its own pace."""
+        del control
+        return Apart(timeout_s)
 
     @property
     def num_registrations(self) -> int:
@@ -181,3 +175,37 @@ class PullTransport:
             )
         if len(checksums) != len(layout.units):
             raise CommError(f"rank {self._rank} has {len(checksums)} checksums for {len(layout.units)} units")
+
+
+class PullOpening:
+    """What stands of the pull transport before memory is reserved: nothing but the device and the group."""
+
+    name = "pull"
+    is_collective = False
+    why_no_rejoin: str | None = None
+    settings: Mapping[str, str] = {}
+
+    def __init__(self, device: Device, group: Group) -> None:
+        self._device, self._group = device, group
+
+    def start(self) -> None:
+        """Nothing: windows are exchanged when they are filled."""
+
+    def allocate(self, use: WindowUse, num_bytes: int) -> Memory:
+        """Shards are a window for peers, slots private."""
+        return self._device.allocate(num_bytes, exportable=use == "shards")
+
+    def connect(
+        self,
+        layout: Layout,
+        shards: Memory | None,
+        slots: Memory | None,
+        checksums: Sequence[int],
+        peers: Sequence[RankRecord] | None = None,
+    ) -> PullTransport:
+        """Exchange windows and checksums (collective, unless `peers` tells them)."""
+        del slots
+        return PullTransport(self._device, self._group, layout, shards, checksums, peers)
+
+    def close(self) -> None:
+        """Nothing was opened."""

@@ -18,6 +18,11 @@ Transport = Literal["pull", "nccl"]
 Executor = Literal["cooperative", "threaded"]
 
 
+def copies_per_gather(transport: Transport, world_size: int) -> int:
+    """What `lower` is given: `pull` copies each rank's chunk, `nccl` gathers all of them by one collective."""
+    return 1 if transport == "nccl" else world_size
+
+
 @dataclass(frozen=True, slots=True)
 class WeightDecision:
     """Whether `weight` is sharded (its unit's index) or resident (unit None), and why."""
@@ -68,6 +73,11 @@ class Plan:
     num_copy_streams: int = 1
     reasons: tuple[str, ...] = ()
     """Why depth, units and executor were chosen, one sentence each; empty where the user chose."""
+
+    @property
+    def num_copies(self) -> int:
+        """The copies that one gather is lowered to, see `copies_per_gather`."""
+        return copies_per_gather(self.transport, self.world_size)
 
     def text(self) -> str:
         """Stable text, the base of `digest`."""

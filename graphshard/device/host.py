@@ -17,9 +17,8 @@ LIBRARY_NAME = "libgraphshard_hostcuda.so"
 _MISSING = {
     "copy_engine": "copies on the host are made by cores, and compete with compute unless a core is spare",
     "cuda_graph": "compute on the host is recorded from ATen calls, not captured by torch.cuda.graph",
-    "nccl": "the host has no NCCL yet; available here: pull",
 }
-_PRESENT = frozenset({"pull", "capture", "threads", "processes", "read_only_windows", "seeded_executor"})
+_PRESENT = frozenset({"pull", "nccl", "capture", "threads", "processes", "read_only_windows", "seeded_executor"})
 
 
 def library_path() -> Path:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from graphshard._core import DriverError
 from graphshard.comm.control import ControlTable
 from graphshard.comm.doorkeeper import Doorkeeper
-from graphshard.comm.pull import PullTransport
+from graphshard.comm.transport import Remappable
 from graphshard.core.errors import GraphshardError
 from graphshard.runtime.slots import SlotTable
 
@@ -24,7 +24,8 @@ class Admission:
     doorkeeper: Doorkeeper | None
     """None: ranks are threads of one process, or there is one rank."""
     control: ControlTable
-    transport: PullTransport
+    windows: Remappable | None
+    """None if the transport takes nobody in: then there is no doorkeeper either."""
     slots: SlotTable
 
     @property
@@ -52,17 +53,23 @@ class Admission:
                 self.doorkeeper.settle(rank, is_accepted=rank in admitted)
         return tuple(admitted), failures
 
+    def drop_retired(self) -> None:
+        """All is bound to the windows as they are mapped now: give up the older mappings."""
+        if self.windows is not None:
+            self.windows.drop_retired()
+
     def close(self) -> None:
         """Take nobody in any more."""
         if self.doorkeeper is not None:
             self.doorkeeper.close()
 
     def _map(self, rank: int, fd: int, check: Callable[[int], None]) -> None:
-        self.transport.remap(rank, fd)
+        assert self.windows is not None
+        self.windows.remap(rank, fd)
         self.slots.rebind()
         try:
             check(rank)
         except BaseException:
-            self.transport.undo_remap(rank)
+            self.windows.undo_remap(rank)
             self.slots.rebind()
             raise

@@ -6,18 +6,23 @@ What a compute op does is not part of the list; it is handed over at issue or ca
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from graphshard._core import Driver, OpList, Stream, Word
-from graphshard.comm.pull import PullTransport
+from graphshard.comm.alignment import ProgressWords
+from graphshard.comm.transport import BoundOp, Transport
 from graphshard.core.lowering import Compute, CopyRun, Lowered, Record, lower
 from graphshard.core.ops import AgLaunch
 from graphshard.core.program import Program
 from graphshard.core.specs import StepShape
 from graphshard.runtime.memory import RuntimeMemory
+from graphshard.verify.ranks import collectives_of
 
-BoundOp = tuple[object, ...]
+if TYPE_CHECKING:
+    from graphshard.runtime.cuda.torch_cuda import TorchCuda
+
 POISON = 0xFF
 """NaN as float32, bfloat16, float16 and both FP8 formats: a missed wait never shows plausible numbers."""
 
@@ -33,6 +38,12 @@ class Hooks:
     stalls: Mapping[int, int] = field(default_factory=dict)
     seed: int = -1
     """Order of the captured graph's nodes on `host`, see `_core.Graph.instantiate`."""
+    skip: frozenset[int] = frozenset()
+    """Units whose gathers the list lacks; waits and records for them stay."""
+    torch_cuda: TorchCuda | None = None
+    """What plays torch.cuda on a CUDA device without one."""
+    look_s: float = 0.05
+    """How often a watchdog looks."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +58,15 @@ class BoundProgram:
     sources: tuple[int, ...]
     """The program's op that each bound op comes from (-1: fork or join)."""
     streams: tuple[Stream, ...]
+    gathers: tuple[int, ...]
+    """The units that the list gathers, in the order in which they are issued."""
+    is_collective: bool
+    """Whether a gather is one collective instead of a copy a rank."""
+
+    def name_gather(self, op: int) -> str:
+        """`unit 12`, for the program's op that gathers it."""
+        launch = self.program.ops[op]
+        return f"unit {launch.unit}" if isinstance(launch, AgLaunch) else f"op {op}"
 
     def first_pending(self) -> str:
         """`; the first op that is not done is op 3 ...` of the list's latest eager issue; empty if all are done."""
@@ -61,14 +81,18 @@ def bind_program(
     program: Program,
     streams: Mapping[str, Stream],
     memory: RuntimeMemory,
-    transport: PullTransport,
+    transport: Transport,
     *,
     num_copy_streams: int,
     done: Word,
     hooks: Hooks,
+    progress: ProgressWords | None = None,
 ) -> BoundProgram:
-    """Bind `program`; `streams` maps the lowered list's stream names. The list sets `done` to 1 at its outputs."""
-    lowered = lower(program, num_copies=transport.world_size, num_copy_streams=num_copy_streams)
+    """Bind `program`; `streams` maps the lowered list's stream names. The list sets `done` to 1 at its outputs.
+
+    With `progress`, each gather writes its op index + 1 to one word when it begins, to the other when it has ended.
+    """
+    lowered = lower(program, num_copies=transport.num_copies, num_copy_streams=num_copy_streams)
     index = {name: i for i, name in enumerate(lowered.streams)}
     ops: list[BoundOp] = []
     sources: list[int] = []
@@ -82,7 +106,10 @@ def bind_program(
             ops.append(("wait_value", stream, hooks.stalls[op.op], 1))
             sources.append(op.op)
         if isinstance(op, CopyRun):
-            bound = list(_copy_ops(op, stream, memory, transport, hooks))
+            bound = _gather_ops(op, stream, memory, transport, hooks)
+            if progress is not None:
+                begun, ended = (("write_value", stream, word, op.op + 1) for word in (progress.begun, progress.ended))
+                bound = [begun, *bound, ended]
         elif isinstance(op, Compute):
             bound = [("call", stream, len(computes))]
             computes.append(op)
@@ -94,8 +121,16 @@ def bind_program(
             ops.append(one)
             sources.append(op.op)
     used = tuple(streams[name] for name in lowered.streams)
-    op_list = OpList(driver, used, lowered.num_events, ops)
-    return BoundProgram(program, lowered, op_list, tuple(computes), tuple(sources), used)
+    op_list = OpList(driver, used, lowered.num_events, ops, transport.collectives)
+    gathers = tuple(op.unit for op in program.ops if isinstance(op, AgLaunch))
+    return BoundProgram(
+        program, lowered, op_list, tuple(computes), tuple(sources), used, gathers, transport.is_collective
+    )
+
+
+def gathers_text(program: Program) -> str:
+    """The gathers of a step, one a line, in issue order: what ranks compare before they capture (rule R10)."""
+    return "\n".join(collective.text for collective in collectives_of(program))
 
 
 def bind_programs(
@@ -103,11 +138,12 @@ def bind_programs(
     programs: Mapping[StepShape, Program],
     streams: Mapping[str, Stream],
     memory: RuntimeMemory,
-    transport: PullTransport,
+    transport: Transport,
     *,
     num_copy_streams: int,
     done: Word,
     hooks: Hooks,
+    progress: ProgressWords | None = None,
 ) -> dict[StepShape, BoundProgram]:
     """Bind each of `programs`; step shapes whose programs are equal share one list."""
     by_digest: dict[str, BoundProgram] = {}
@@ -122,23 +158,45 @@ def bind_programs(
                 num_copy_streams=num_copy_streams,
                 done=done,
                 hooks=hooks,
+                progress=progress,
             )
     return {shape: by_digest[program.digest] for shape, program in programs.items()}
 
 
 def bind_gather(
-    driver: Driver, launch: AgLaunch, stream: Stream, memory: RuntimeMemory, transport: PullTransport, hooks: Hooks
+    driver: Driver, launch: AgLaunch, stream: Stream, memory: RuntimeMemory, transport: Transport, hooks: Hooks
 ) -> OpList:
-    """The copies of one gather that the host issues outside a program, all on `stream`."""
-    run = CopyRun(launch.unit, launch.slot, 0, transport.world_size, launch.stream, -1)
-    return OpList(driver, (stream,), 0, list(_copy_ops(run, 0, memory, transport, hooks)))
+    """One gather that the host issues outside a program, all of it on `stream`."""
+    run = CopyRun(launch.unit, launch.slot, 0, transport.num_copies, launch.stream, -1)
+    return OpList(driver, (stream,), 0, _gather_ops(run, 0, memory, transport, hooks), transport.collectives)
 
 
-def _copy_ops(
-    run: CopyRun, stream: int, memory: RuntimeMemory, transport: PullTransport, hooks: Hooks
-) -> Iterable[BoundOp]:
-    base = memory.slot_address(run.slot)
-    for copy in transport.copies(run.unit, base)[run.begin : run.end]:
-        if hooks.poison:  # each branch poisons what it will write: branches run side by side
-            yield ("fill", stream, copy.destination, POISON, copy.row_bytes)
-        yield copy.bound(stream)
+def gather_list(
+    driver: Driver, launches: Sequence[AgLaunch], stream: Stream, memory: RuntimeMemory, transport: Transport
+) -> OpList:
+    """Several gathers that the host issues outside a program, one after another on `stream`."""
+    ops: list[BoundOp] = []
+    for launch in launches:
+        run = CopyRun(launch.unit, launch.slot, 0, transport.num_copies, launch.stream, -1)
+        ops += _gather_ops(run, 0, memory, transport, Hooks())
+    return OpList(driver, (stream,), 0, ops, transport.collectives)
+
+
+def _gather_ops(run: CopyRun, stream: int, memory: RuntimeMemory, transport: Transport, hooks: Hooks) -> list[BoundOp]:
+    if run.unit in hooks.skip and run.op >= 0:
+        return []
+    ops = transport.gather_ops(run.unit, memory.slot_address(run.slot), stream, run.begin, run.end)
+    if not hooks.poison:
+        return ops
+    # each branch poisons what it will write: branches run side by side
+    return [one for op in ops for one in (_poison(op, transport.world_size), op)]
+
+
+def _poison(op: BoundOp, world_size: int) -> BoundOp:
+    """Fill what the gather op is about to write."""
+    if op[0] == "all_gather":  # peers write only when this rank's stream has come to the op
+        _, stream, _, destination, _, num_bytes = op
+        assert isinstance(num_bytes, int)
+        return ("fill", stream, destination, POISON, num_bytes * world_size)
+    _, stream, destination, *rest = op
+    return ("fill", stream, destination, POISON, rest[-1] if op[0] == "copy" else rest[-2])

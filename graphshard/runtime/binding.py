@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 
 from graphshard._core import Driver, Memory, Stream, Word
-from graphshard.comm.pull import PullTransport
+from graphshard.comm.alignment import Alignment, Awaited, IssueKind
+from graphshard.comm.transport import Transport
 from graphshard.core.errors import CommError, DeviceError, ProgramError
 from graphshard.core.ops import AgLaunch
 from graphshard.core.specs import StepShape
 from graphshard.runtime.bind import BoundProgram, Hooks, bind_programs
 from graphshard.runtime.compiled import Compiled
+from graphshard.runtime.device_bytes import read_bytes
+from graphshard.runtime.embedding import Embedding
 from graphshard.runtime.memory import RuntimeMemory
 from graphshard.runtime.slots import SlotTable
 
@@ -28,6 +32,14 @@ def refuse_fork(owner_pid: int) -> None:
         )
 
 
+def leave_behind(*owners: object) -> None:
+    """Keep what stuck work uses until the process ends: giving it back would wait for that work."""
+    _left_behind.append(owners)
+
+
+_left_behind: list[tuple[object, ...]] = []
+
+
 class Binding:
     """The base of `Runtime`."""
 
@@ -38,7 +50,8 @@ class Binding:
         rank: int,
         driver: Driver,
         memory: RuntimeMemory,
-        transport: PullTransport,
+        transport: Transport,
+        alignment: Alignment,
         hooks: Hooks,
         timeout_s: float,
     ) -> None:
@@ -47,13 +60,15 @@ class Binding:
         self.rank = rank
         """This process's (or thread's) rank in the shard group."""
         self.driver, self.hooks, self.timeout_s = driver, hooks, timeout_s
-        self._memory, self._transport = memory, transport
+        self._memory, self._transport, self._alignment = memory, transport, alignment
         self._streams: dict[str, Stream] = {}
         self._bound: dict[StepShape, BoundProgram] = {}
         self._generations: tuple[int, ...] = ()
         self._closed = False
         self._owner_pid = os.getpid()
         self._late = False
+        self._embedding: Embedding | None = None
+        self._num_steps = 0
         self._reserve_streams()
         self._bind()
 
@@ -72,6 +87,23 @@ class Binding:
                     "close the runtime, or wait for it"
                 )
             self._late = False
+        if self._embedding is not None and self._embedding.take_over(self.timeout_s):
+            self._slots.forget()
+
+    def _before_gathers(self, kind: IssueKind, units: Sequence[int], what: str) -> None:
+        """Gathers of `units` are about to be issued: let peers know, and drain what a collective transport wants ended.
+
+        Raises:
+            CommError: a peer gave up, or issues others; or what was issued before did not end.
+        """
+        if not units:
+            return
+        self._alignment.check(what)
+        if self._alignment.must_drain(kind):
+            awaited = Awaited(f"the end of what was issued before {what}", self._num_steps, str)
+            for stream in self._streams.values():
+                self._alignment.wait(stream.synchronize, awaited)
+        self._alignment.issue(kind, units, what)
 
     def _check_generations(self, shape: StepShape) -> None:
         if self._generations != self._transport.generations():
@@ -81,12 +113,16 @@ class Binding:
             )
 
     def gather_now(self, unit: int, slot: int) -> None:
-        """Have `unit` in `slot` between steps, with the lock held; the host waits for its bytes. Local."""
+        """Have `unit` in `slot` between steps, with the lock held; the host waits for its bytes.
+
+        As collective as the transport's gathers are.
+        """
         self._check_ready()
         if self._slots.held[slot] != unit:
             self._slots.gather([AgLaunch(unit, slot, "prefetch")])
+        awaited = Awaited(f"unit {unit} outside a step", self._num_steps, str)
         for stream in (self._streams["compute"], self._streams["prefetch"]):
-            if not stream.synchronize(self.timeout_s):
+            if not self._alignment.wait(stream.synchronize, awaited):
                 raise CommError(
                     f"rank {self.rank} waited {self.timeout_s:.1f} s for unit {unit} outside a step; "
                     "a peer's memory does not answer"
@@ -99,8 +135,9 @@ class Binding:
     def _drain(self) -> None:
         """Wait for all that is enqueued, tail prefetches included; bounded for all streams together."""
         deadline = time.monotonic() + self.timeout_s
-        for stream in self._streams.values():
-            stream.synchronize(max(0.0, deadline - time.monotonic()))
+        streams = self._streams.values()
+        if all(stream.synchronize(max(0.0, deadline - time.monotonic())) for stream in streams):
+            self._alignment.ended()
 
     def check_gathers(self, rank: int | None = None) -> None:
         """Gather every unit once and compare each rank's chunk, or only `rank`'s, with its owner's checksum.
@@ -110,13 +147,13 @@ class Binding:
         """
         for slot, unit in {r.unit: (r.slot, r.unit) for r in self.plan.residencies}.values():
             self.gather_now(unit, slot)
-            self._transport.verify_unit(unit, self._memory.slot(slot).numpy().data, rank)
+            self._transport.verify_unit(unit, read_bytes(self._memory.slot(slot)), rank)
         self._slots.forget()
 
     def _reserve_streams(self) -> None:
         names = ["compute", "copy", *(f"copy{i}" for i in range(1, self.plan.num_copy_streams)), "copy_own", "prefetch"]
         self._streams = {name: Stream(self.driver) for name in names}
-        self._done = Word(Memory(self.driver, 4))
+        self._done = Word(Memory.allocate_host(self.driver, 4))
         self._slots = SlotTable(
             self.driver,
             len(self.layout.slots),
@@ -125,6 +162,7 @@ class Binding:
             self._memory,
             self._transport,
             self.hooks,
+            lambda units: self._before_gathers("outside", units, "gathers outside a step"),
         )
 
     def _bind(self) -> None:
@@ -138,5 +176,6 @@ class Binding:
             num_copy_streams=self.plan.num_copy_streams,
             done=self._done,
             hooks=self.hooks,
+            progress=self._alignment.progress,
         )
         self._generations = self._transport.generations()

@@ -7,26 +7,29 @@ agree on is compared before a graph is captured.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 
 import torch
 
 from graphshard.comm.certificate import Certificate, agree_min, exchange
 from graphshard.comm.control import ControlTable
+from graphshard.comm.devices import compare_devices, probe_pull
 from graphshard.comm.doors import own_record
 from graphshard.comm.group import Group
-from graphshard.comm.pull import PullTransport
+from graphshard.comm.open import open_transport
 from graphshard.comm.rejoin import Newcomer, Welcome, open_door
+from graphshard.comm.transport import Transport, TransportOpening
 from graphshard.core.errors import SpecError
-from graphshard.core.layout import Layout
 from graphshard.core.plan import Plan
 from graphshard.core.specs import BufferSpec, DeviceSpec, StepShape
 from graphshard.core.text import digest_of, text_of
 from graphshard.device.base import Device
+from graphshard.device.cuda import CudaDevice
 from graphshard.runtime.bind import Hooks
 from graphshard.runtime.compiled import Compiled
 from graphshard.runtime.compute import ComputeTable, segment_weights
+from graphshard.runtime.cuda.torch_cuda import TorchCuda, VendorTorchCuda
 from graphshard.runtime.fill import fill_chunks, fill_resident
 from graphshard.runtime.memory import RuntimeMemory
 from graphshard.runtime.model import SegmentedModel
@@ -54,7 +57,8 @@ def agree_on_device(group: Group, device: Device) -> Iterator[Agreed]:
 
 
 def agreed_device_spec(group: Group, device: Device) -> DeviceSpec:
-    """The least of all ranks' numbers (collective)."""
+    """The least of all ranks' numbers (collective). DeviceError if two ranks are on one GPU."""
+    compare_devices(group, device)
     spec = device.spec()
     return replace(
         spec,
@@ -73,46 +77,107 @@ def build_runtime(
     agreed: Agreed | None = None,
     timeout_s: float,
     hooks: Hooks,
+    progress: bool = False,
 ) -> Runtime:
     """Reserve, load, agree and bind on every rank of `group` (collective), or on one that came back.
 
-    Without `agreed` no rank can come back.
+    Without `agreed` no rank can come back. With `progress` gathers of a collective transport write how far they are.
 
     Raises:
         SpecError: the plan is for another world size.
         LoadError: a checkpoint lacks a weight or is damaged; every rank raises the first failing rank's error.
         CommError: ranks disagree, or a peer's memory shows other bytes than it loaded.
     """
-    plan, layout, model = compiled.plan, compiled.layout, compiled.model
+    plan = compiled.plan
     welcome = agreed.welcome if agreed is not None else None
     buffers = {shape: tuple(segmented.buffers(shape)) for shape in plan.step_shapes}
-    certificate = _certificate(compiled, device, buffers)
+    name = plan.transport if plan.units else "pull"  # where nothing is sharded nothing is gathered, by whatever
+    opening = group.agree("transport", lambda: open_transport(name, device, group, timeout_s, progress=progress))
+    certificate = _certificate(compiled, device, buffers, opening)
     _compare(group, plan, certificate, welcome)
-
-    # apart from loading: a source may give up its copies, which must not happen if a peer has too little memory
-    memory = group.agree("reserve", lambda: RuntimeMemory(device, layout, buffers))
-    checksums = group.agree("load", lambda: _load(compiled, group.rank, memory, source))
-    if welcome is not None:
-        welcome.check_checksums(checksums)
-    control, transport = _meet_peers(group, device, layout, memory, checksums, welcome)
-    weights = segment_weights(model, plan, layout, memory)
+    with closing(opening):
+        if name == "pull" and device.kind == "cuda" and welcome is None and plan.units:
+            probe_pull(group, device, timeout_s)
+        opening.start()
+        filled = _fill(compiled, source, group, device, buffers, opening, welcome)
+    weights = segment_weights(compiled.model, plan, compiled.layout, filled.memory)
     runtime = Runtime(
         compiled,
         group=group,
         driver=device.driver,
-        memory=memory,
-        transport=transport,
-        control=control,
-        compute=ComputeTable(segmented, model, weights, memory, plan.step_shapes),
+        memory=filled.memory,
+        transport=filled.transport,
+        alignment=filled.transport.alignment(filled.control, timeout_s),
+        control=filled.control,
+        compute=ComputeTable(segmented, compiled.model, weights, filled.memory, plan.step_shapes),
         hooks=hooks,
         timeout_s=timeout_s,
+        torch_cuda=_torch_cuda(device, hooks),
     )
-    group.agree("check of gathered units", runtime.check_gathers)
-    if agreed is not None:
-        offer = {"certificate": certificate.told(group.world_size), "device": asdict(agreed.spec)}
-        own = own_record(group, control.mine, memory.shards, checksums)
-        runtime.let_in(open_door(group, own, offer, certificate.digest(group.world_size), welcome))
+    return _checked(runtime, certificate, agreed, filled, opening.why_no_rejoin)
+
+
+def _checked(
+    runtime: Runtime, certificate: Certificate, agreed: Agreed | None, filled: _Filled, why_no_rejoin: str | None
+) -> Runtime:
+    """Gather every unit once; then let in whoever comes back (or say why not), and tell that this rank did."""
+    group = runtime.group
+    try:
+        # kernels are loaded while no peer waits in a gather: loading may wait for the device
+        group.agree("warm-up of compute", runtime.warm_up)
+        group.agree("check of gathered units", runtime.check_gathers)
+        if agreed is not None:
+            told = {"certificate": certificate.told(group.world_size), "device": asdict(agreed.spec)}
+            offer = told if why_no_rejoin is None else {"why_not": why_no_rejoin}
+            shards = filled.memory.shards if why_no_rejoin is None else None
+            own = own_record(group, filled.control.mine, shards, filled.checksums)
+            runtime.let_in(open_door(group, own, offer, certificate.digest(group.world_size), agreed.welcome))
+    except BaseException:
+        runtime.close()
+        raise
     return runtime
+
+
+@dataclass(frozen=True)
+class _Filled:
+    """A rank's memory, loaded, and its ways to the others'."""
+
+    memory: RuntimeMemory
+    checksums: Sequence[int]
+    control: ControlTable
+    transport: Transport
+
+
+def _fill(
+    compiled: Compiled,
+    source: WeightSource,
+    group: Group,
+    device: Device,
+    buffers: Mapping[StepShape, Sequence[BufferSpec]],
+    opening: TransportOpening,
+    welcome: Welcome | None,
+) -> _Filled:
+    layout = compiled.layout
+    # apart from loading: a source may give up its copies, which must not happen if a peer has too little memory
+    memory = group.agree("reserve", lambda: RuntimeMemory(device, layout, buffers, opening.allocate))
+    checksums = group.agree("load", lambda: _load(compiled, group.rank, memory, source))
+    digest = bytes.fromhex(layout.digest)
+    if welcome is None:
+        control = ControlTable.exchange(group, digest)
+        peers = None
+    else:
+        welcome.check_checksums(checksums)
+        control = ControlTable.join(group, digest, [record.page for record in welcome.records])
+        peers = welcome.records
+    transport = opening.connect(layout, memory.shards, memory.slots, checksums, peers)
+    return _Filled(memory, checksums, control, transport)
+
+
+def _torch_cuda(device: Device, hooks: Hooks) -> TorchCuda | None:
+    """Who computes: torch on `device`, if it is a GPU."""
+    if not isinstance(device, CudaDevice):
+        return None
+    return hooks.torch_cuda or VendorTorchCuda(device.index)
 
 
 def _compare(group: Group, plan: Plan, certificate: Certificate, welcome: Welcome | None) -> None:
@@ -127,22 +192,6 @@ def _compare(group: Group, plan: Plan, certificate: Certificate, welcome: Welcom
         welcome.check_certificate(certificate)
 
 
-def _meet_peers(
-    group: Group,
-    device: Device,
-    layout: Layout,
-    memory: RuntimeMemory,
-    checksums: Sequence[int],
-    welcome: Welcome | None,
-) -> tuple[ControlTable, PullTransport]:
-    digest = bytes.fromhex(layout.digest)
-    if welcome is None:
-        control = ControlTable.exchange(group, digest)
-        return control, PullTransport(device, group, layout, memory.shards, checksums)
-    control = ControlTable.join(group, digest, [record.page for record in welcome.records])
-    return control, PullTransport(device, group, layout, memory.shards, checksums, welcome.records)
-
-
 def _load(compiled: Compiled, rank: int, memory: RuntimeMemory, source: WeightSource) -> list[int]:
     """Fill the memory; a crc32 for each chunk, by unit."""
     checksums = fill_chunks(compiled.model, compiled.layout, rank, memory, source)
@@ -150,7 +199,9 @@ def _load(compiled: Compiled, rank: int, memory: RuntimeMemory, source: WeightSo
     return checksums
 
 
-def _certificate(compiled: Compiled, device: Device, buffers: Mapping[StepShape, Sequence[BufferSpec]]) -> Certificate:
+def _certificate(
+    compiled: Compiled, device: Device, buffers: Mapping[StepShape, Sequence[BufferSpec]], opening: TransportOpening
+) -> Certificate:
     return Certificate(
         model=compiled.model.digest,
         model_text=compiled.model.text(),
@@ -162,6 +213,7 @@ def _certificate(compiled: Compiled, device: Device, buffers: Mapping[StepShape,
             "executor": compiled.plan.executor,
             "device": device.kind,
             "torch": torch.__version__,
+            **opening.settings,
             "buffers": digest_of("".join(f"{shape} {text_of(spec)}" for shape in buffers for spec in buffers[shape])),
         },
     )

@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from graphshard.core.errors import CommError
 from graphshard.core.layout import Layout, build_layout
 from graphshard.core.plan import Plan
 from graphshard.core.program import Program
 from graphshard.core.specs import ModelSpec, StepShape
 from graphshard.schedule.emit import emit_all
 from graphshard.verify import verify
-
-TRANSPORTS = ("pull",)
-"""What gathers can be carried out by."""
 
 
 @dataclass(frozen=True)
@@ -31,15 +27,11 @@ def compile_plan(model: ModelSpec, plan: Plan) -> Compiled:
     """Layout and programs of `plan`.
 
     Raises:
-        CommError: this version has no such transport.
         ProgramError: the verifier found a race; no byte has been reserved.
     """
-    if plan.transport not in TRANSPORTS:
-        raise CommError(
-            f"transport {plan.transport} is not available: this version of graphshard does not have it; "
-            f"available here: {', '.join(TRANSPORTS)}"
-        )
     programs = emit_all(model, plan)
     layout = build_layout(model, plan)
-    verify(programs, layout, model=model, num_copy_streams=plan.num_copy_streams).raise_if_bad()
+    verify(
+        programs, layout, model=model, num_copies=plan.num_copies, num_copy_streams=plan.num_copy_streams
+    ).raise_if_bad()
     return Compiled(model, plan, layout, programs)

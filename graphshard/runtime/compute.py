@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -77,6 +78,11 @@ class ComputeTable:
         self._memory = memory
         self._arena = Arena()
 
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """The model's, in order."""
+        return self._segments
+
     def state(self, shape: StepShape) -> StepState:
         """The state of steps of `shape`."""
         return self._states[shape]
@@ -84,30 +90,47 @@ class ComputeTable:
     def eager(self, shape: StepShape, computes: Sequence[Compute]) -> Calls:
         """Calls that run the segments themselves."""
         state = self._states[shape]
-        return Calls([_eager_call(state, self._segments[op.begin : op.end]) for op in computes])
+        return Calls([eager_call(state, self._segments[op.begin : op.end]) for op in computes])
 
-    def captured(self, shape: StepShape, computes: Sequence[Compute], show: Callable[[int, int], None]) -> Calls:
+    def captured(
+        self,
+        shape: StepShape,
+        computes: Sequence[Compute],
+        show: Callable[[int, int], None],
+        lock: Callable[[], AbstractContextManager[None]],
+    ) -> Calls:
         """Calls that replay what the segments do now. Buffers are as before when this returns, also on an error.
 
-        Segments compute while they are recorded, so `show(unit, slot)` first puts there what they read.
+        Segments compute while they are recorded, so `show(unit, slot)` first puts there what they read. `lock()` is
+        the process's capture lock, held for each recording and not for `show`: that may wait for another rank, which
+        may be a thread that records.
 
         Raises:
             DeviceError: a segment does what no capture permits.
         """
         snapshot = self._memory.snapshot_buffers()
         try:
-            return Calls([self._tape(shape, op, show) for op in computes])
+            return Calls([self._tape(shape, op, show, lock) for op in computes])
         finally:
             self._memory.restore_buffers(snapshot)
 
-    def _tape(self, shape: StepShape, op: Compute, show: Callable[[int, int], None]) -> Tape:
+    def _tape(
+        self,
+        shape: StepShape,
+        op: Compute,
+        show: Callable[[int, int], None],
+        lock: Callable[[], AbstractContextManager[None]],
+    ) -> Tape:
         for unit, slot in op.reads:
             show(unit, slot)
         segments = self._segments[op.begin : op.end]
-        return record(_eager_call(self._states[shape], segments), self._arena, segments[0].spec.path)
+        with lock():
+            return record(eager_call(self._states[shape], segments), self._arena, segments[0].spec.path)
 
 
-def _eager_call(state: StepState, segments: Sequence[Segment]) -> Callable[[], None]:
+def eager_call(state: StepState, segments: Sequence[Segment]) -> Callable[[], None]:
+    """Runs `segments` on the calling thread, with the inference mode that compute has."""
+
     def call() -> None:
         _running.segment = segments[0].spec.path
         try:

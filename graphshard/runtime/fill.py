@@ -15,15 +15,14 @@ def fill_chunks(model: ModelSpec, layout: Layout, rank: int, memory: RuntimeMemo
 
     Each weight is opened once for each unit it belongs to, and only the bytes of this rank's chunk are touched.
     """
-    shard = memory.shard_bytes()
     checksums = []
     for unit in layout.units:
-        begin = unit.chunk_offset
-        for piece in chunk_pieces(unit, rank):
-            data = source.read(model.weight(piece.weight))
-            at = begin + piece.chunk_offset
-            shard[at : at + piece.weight_end - piece.weight_begin] = data[piece.weight_begin : piece.weight_end]
-        checksums.append(zlib.crc32(shard[begin : begin + unit.chunk_bytes]))
+        with memory.writing_shard(unit.chunk_offset, unit.chunk_bytes) as chunk:
+            for piece in chunk_pieces(unit, rank):
+                data = source.read(model.weight(piece.weight))
+                at = piece.chunk_offset
+                chunk[at : at + piece.weight_end - piece.weight_begin] = data[piece.weight_begin : piece.weight_end]
+            checksums.append(zlib.crc32(chunk))
         source.release([view.weight for view in unit.views])
     return checksums
 
@@ -31,5 +30,6 @@ def fill_chunks(model: ModelSpec, layout: Layout, rank: int, memory: RuntimeMemo
 def fill_resident(model: ModelSpec, layout: Layout, memory: RuntimeMemory, source: WeightSource) -> None:
     """Write every resident weight whole."""
     for view in layout.resident:
-        memory.resident_bytes(view)[:] = source.read(model.weight(view.weight))
+        with memory.writing_resident(view) as resident:
+            resident[:] = source.read(model.weight(view.weight))
         source.release([view.weight])

@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
 from graphshard._core import Calls, Event, Stream
-from graphshard.core.errors import ProgramError
+from graphshard.core.errors import CommError, ProgramError
 from graphshard.core.plan import Plan
 from graphshard.core.specs import ModelSpec, StepShape
 from graphshard.runtime.bind import BoundProgram
@@ -184,11 +184,13 @@ class StepLoop:
         self._position = 0
         self._inside = False
         self._ended = ""
+        self._has_begun = False
         self._cursor, self._cut = 0, 0
         self.thread = threading.current_thread()
         runtime.turn.take(self)
         try:
-            runtime.enter_step(shape, bound)
+            runtime.enter_step(shape, bound, "eager")
+            self._has_begun = True
             self._advance()
         except BaseException:
             self.give_up("it could not begin")
@@ -244,10 +246,11 @@ class StepLoop:
         """
         with self._runtime.turn.lock:
             self._expect(layer, inside=False)
-            if not self._bound.streams[0].synchronize(self._runtime.timeout_s):
-                error = self._runtime.late_error(self._shape, self._bound, True)
+            try:
+                self._runtime.wait_for_layer(self._shape, self._bound)
+            except CommError:
                 self.give_up("its weights were late")
-                raise error
+                raise
             self._inside = True
             if self._runtime.observer is not None:
                 self._runtime.observer.before_call(self._position)
@@ -287,6 +290,7 @@ class StepLoop:
             if self.due is not None:
                 self._refuse("end() was called")
             try:
+                self._runtime.let_caller_go_on()
                 self._runtime.finish_step(self._shape, self._bound, self._calls, True)
             except BaseException:
                 self.give_up("it did not end in time")
@@ -302,7 +306,7 @@ class StepLoop:
         with self._runtime.turn.lock:
             if not self._ended:
                 self._close(why)
-                self._runtime.abort_step(self._bound)
+                self._runtime.abort_step(self._bound, self._issue_rest if self._has_begun else None)
 
     def __enter__(self) -> StepLoop:
         return self
@@ -342,10 +346,19 @@ class StepLoop:
 
     def _advance(self) -> None:
         """Issue the list up to the compute op of the call that is due (after the last: to the end)."""
-        calls, cuts, ops = self._pieces.calls, self._pieces.cuts, self._bound.op_list
-        target = len(ops)
+        self._runtime.follow_caller()
+        calls, cuts = self._pieces.calls, self._pieces.cuts
+        target = len(self._bound.op_list)
         if self._position < len(calls):
             target = cuts[self._pieces.compute_of_call[self._position]]
+        self._issue_to(target)
+
+    def _issue_rest(self) -> None:
+        """What is left of the list, without compute: gathers that peers wait for."""
+        self._issue_to(len(self._bound.op_list))
+
+    def _issue_to(self, target: int) -> None:
+        cuts, ops = self._pieces.cuts, self._bound.op_list
         while self._cut < len(cuts) and cuts[self._cut] < target:
             ops.issue(self._calls, self._cursor, cuts[self._cut])
             self._cursor = cuts[self._cut] + 1

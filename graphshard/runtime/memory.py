@@ -8,18 +8,21 @@ buffers   inputs, outputs, caches and activations; step shapes share them (steps
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from graphshard._core import Memory
+from graphshard.comm.transport import WindowUse
 from graphshard.core.errors import DeviceError, SpecError
 from graphshard.core.layout import Layout, WeightView
 from graphshard.core.sizes import align_up
 from graphshard.core.specs import BufferRole, BufferSpec, StepShape
 from graphshard.device.base import Device
+from graphshard.runtime.device_bytes import device_bytes, writing_bytes
 
 BUFFER_ALIGNMENT_BYTES = 256
 
@@ -37,8 +40,20 @@ class BufferRow:
 class RuntimeMemory:
     """All memory of a runtime. Tensors are views that keep their allocation alive."""
 
-    def __init__(self, device: Device, layout: Layout, buffers: Mapping[StepShape, Sequence[BufferSpec]]) -> None:
+    def __init__(
+        self,
+        device: Device,
+        layout: Layout,
+        buffers: Mapping[StepShape, Sequence[BufferSpec]],
+        allocate: Callable[[WindowUse, int], Memory] | None = None,
+    ) -> None:
         """Reserve for `layout` and for the buffers of all step shapes.
+
+        Args:
+            device: where.
+            layout: how many bytes of shards, slots and resident weights.
+            buffers: by step shape.
+            allocate: where shards and slots come from (`TransportOpening.allocate`); the device if nobody says.
 
         Raises:
             DeviceError: the device has too little free memory; nothing was reserved.
@@ -54,11 +69,13 @@ class RuntimeMemory:
         }
         _refuse_if_too_large(device, sizes)
         self.layout = layout
-        self.shards = _allocate(device, layout.shard_bytes, exportable=True)
-        self.slots = _allocate(device, layout.slot_bytes)
-        self._resident_bytes = _as_bytes(_allocate(device, layout.resident_bytes))
-        self._slot_bytes = _as_bytes(self.slots)
-        self._buffer_bytes = _as_bytes(_allocate(device, buffer_bytes))
+        allocate = allocate or (lambda use, num_bytes: device.allocate(num_bytes, exportable=use == "shards"))
+        self.shards = allocate("shards", layout.shard_bytes) if layout.shard_bytes else None
+        self.slots = allocate("slots", layout.slot_bytes) if layout.slot_bytes else None
+        self._shard_bytes = device_bytes(device, self.shards)
+        self._slot_bytes = device_bytes(device, self.slots)
+        self._resident_bytes = device_bytes(device, _allocate(device, layout.resident_bytes))
+        self._buffer_bytes = device_bytes(device, _allocate(device, buffer_bytes))
 
     def slot(self, slot: int) -> Tensor:
         """The bytes of `slot` (uint8)."""
@@ -70,9 +87,9 @@ class RuntimeMemory:
         assert self.slots is not None
         return self.slots.address + self.layout.slots[slot].offset
 
-    def shard_bytes(self) -> memoryview:
-        """This rank's chunks, writable: for the loader only."""
-        return memoryview(self.shards) if self.shards is not None else memoryview(bytearray())
+    def writing_shard(self, begin: int, num_bytes: int) -> AbstractContextManager[memoryview]:
+        """`num_bytes` of this rank's chunks from `begin` on, to be written in the block: for the loader only."""
+        return writing_bytes(self._shard_bytes[begin : begin + num_bytes])
 
     def gathered(self, view: WeightView, slot: int) -> Tensor:
         """The weight `view` of a unit that lies in `slot`."""
@@ -86,9 +103,9 @@ class RuntimeMemory:
         """A copy of the weight `view` that lies in `slot` (None: resident)."""
         return private_weight(self._resident_bytes if slot is None else self.slot(slot), view)
 
-    def resident_bytes(self, view: WeightView) -> memoryview:
-        """The bytes of the resident weight `view`, writable: for the loader only."""
-        return self._resident_bytes[view.offset : view.offset + view.num_bytes].numpy().data
+    def writing_resident(self, view: WeightView) -> AbstractContextManager[memoryview]:
+        """The bytes of the resident weight `view`, to be written in the block: for the loader only."""
+        return writing_bytes(self._resident_bytes[view.offset : view.offset + view.num_bytes])
 
     def buffers(self, shape: StepShape, role: BufferRole | None = None) -> dict[str, Tensor]:
         """The buffers (of one role) as a step of `shape` sees them: caches by their first `batch_size` rows."""
@@ -119,6 +136,15 @@ class RuntimeMemory:
         for name, spec in largest.items():
             rows.append(BufferRow(name, spec.role, base + self._buffer_offsets[name], spec.num_bytes))
         return tuple(sorted(rows, key=lambda row: row.address))
+
+    @contextmanager
+    def unchanged_buffers(self) -> Iterator[None]:
+        """All buffers hold afterwards what they held before, whatever the block did to them."""
+        snapshot = self.snapshot_buffers()
+        try:
+            yield
+        finally:
+            self.restore_buffers(snapshot)
 
     def snapshot_buffers(self) -> Tensor | None:
         """What all buffers hold, to be put back after compute was recorded on them; None, not a copy, for zeros."""
@@ -153,14 +179,8 @@ def private_weight(base: Tensor, view: WeightView) -> Tensor:
     return weight_tensor(base[view.offset : view.offset + view.num_bytes].clone(), replace(view, offset=0))
 
 
-def _allocate(device: Device, num_bytes: int, *, exportable: bool = False) -> Memory | None:
-    return device.allocate(num_bytes, exportable) if num_bytes else None
-
-
-def _as_bytes(memory: Memory | None) -> Tensor:
-    if memory is None:
-        return torch.empty(0, dtype=torch.uint8)
-    return torch.frombuffer(memory, dtype=torch.uint8, count=memory.num_bytes)
+def _allocate(device: Device, num_bytes: int) -> Memory | None:
+    return device.allocate(num_bytes) if num_bytes else None
 
 
 def _buffer_offsets(specs: Mapping[StepShape, Sequence[BufferSpec]]) -> tuple[dict[str, int], int]:

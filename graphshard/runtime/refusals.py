@@ -52,7 +52,7 @@ def _why_not(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> s
     return (
         _why_not_arguments(leaves)
         or _why_not_values(func, args)
-        or _why_not_random(func, args, kwargs)
+        or why_not_random(func, args, kwargs)
         or _why_not_memory(func, args)
     )
 
@@ -91,7 +91,8 @@ def _why_not_indexing(func: OpOverload, args: Sequence[Any]) -> str | None:
     return "indexing by a mask needs the number of its true elements; use torch.where or masked_fill"
 
 
-def _why_not_random(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> str | None:
+def why_not_random(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> str | None:
+    """Why the ATen call may not be captured if it draws random numbers; None if it draws none."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return None
     given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs

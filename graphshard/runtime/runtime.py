@@ -9,33 +9,40 @@ runs, replays and prefetches.
 from __future__ import annotations
 
 import os
-import time
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from functools import partial
 from types import TracebackType
 
 from torch import Tensor
 
 from graphshard._core import Calls, Driver, DriverError
+from graphshard.comm.alignment import Alignment
 from graphshard.comm.control import CLOSED, ControlTable
 from graphshard.comm.doorkeeper import Doorkeeper
 from graphshard.comm.group import Group
-from graphshard.comm.pull import PullTransport
-from graphshard.core.errors import CommError, GraphshardError, SpecError
+from graphshard.comm.transport import Transport
+from graphshard.core.errors import DeviceError, GraphshardError, SpecError
 from graphshard.core.specs import BufferRole, StepShape
 from graphshard.runtime.admission import Admission
-from graphshard.runtime.bind import BoundProgram, Hooks
-from graphshard.runtime.binding import Binding
+from graphshard.runtime.bind import BoundProgram, Hooks, gathers_text
+from graphshard.runtime.binding import leave_behind
 from graphshard.runtime.capture_lock import capture_lock
 from graphshard.runtime.compiled import Compiled
 from graphshard.runtime.compute import ComputeTable, refuse_inside_segment
-from graphshard.runtime.graphs import StepGraph
+from graphshard.runtime.cuda.compute import CudaCompute
+from graphshard.runtime.cuda.in_flight import InFlight
+from graphshard.runtime.cuda.torch_cuda import TorchCuda
+from graphshard.runtime.cuda.watchdog import Watchdog
+from graphshard.runtime.graphs import Captured, HostCaptured, StepGraph
 from graphshard.runtime.loop import StepLoop, StepObserver, StepPieces, StepTurn
 from graphshard.runtime.memory import BufferRow, RuntimeMemory
 from graphshard.runtime.model import StepState
+from graphshard.runtime.stepping import Stepping
 
 
-class Runtime(Binding):
+class Runtime(Stepping):
     """One rank's runtime. Built by `graphshard.compile`; close it, or use it as a context manager."""
 
     def __init__(
@@ -45,30 +52,40 @@ class Runtime(Binding):
         group: Group,
         driver: Driver,
         memory: RuntimeMemory,
-        transport: PullTransport,
+        transport: Transport,
+        alignment: Alignment,
         control: ControlTable,
         compute: ComputeTable,
         hooks: Hooks,
         timeout_s: float,
+        torch_cuda: TorchCuda | None = None,
     ) -> None:
+        """With `torch_cuda` compute is torch's on a GPU; else it is the host's."""
         super().__init__(
             compiled,
             rank=group.rank,
             driver=driver,
             memory=memory,
             transport=transport,
+            alignment=alignment,
             hooks=hooks,
             timeout_s=timeout_s,
         )
         self.group = group
         self._control, self._compute = control, compute
         self.turn = StepTurn(timeout_s)
+        if torch_cuda is not None:
+            self._cuda = CudaCompute(compute, torch_cuda, tuple(self._streams.values()), timeout_s=timeout_s)
+            self._in_flight = InFlight(driver)
+            if alignment.watched is not None:
+                watched = alignment.watched
+                self._watchdog = Watchdog(self.turn.lock, self._in_flight, watched, timeout_s, hooks.look_s)
         self.observer: StepObserver | None = None
         """Told of the layers of steps that run as loops (`begin_step`); set by `attach`."""
         self._graphs: dict[StepShape, StepGraph] = {}
         self._eager: dict[StepShape, Calls] = {}
         self._pieces: dict[StepShape, StepPieces] = {}
-        self._num_steps = 0
+        self._must_exit: str | None = None
         self.let_in(None)
 
     # --- stepping ---
@@ -85,17 +102,20 @@ class Runtime(Binding):
             self.at_step_boundary()
             bound = self._bound[shape]
             if shape not in self._eager:
-                self._eager[shape] = self._compute.eager(shape, bound.computes)
-            calls = self._eager[shape]
-            self.step(shape, bound, lambda: bound.op_list.issue(calls), calls)
+                self._eager[shape] = Calls([]) if self._cuda else self._compute.eager(shape, bound.computes)
+            calls, cuda = self._eager[shape], self._cuda
+            self.step(shape, bound, lambda: cuda.issue(shape, bound) if cuda else bound.op_list.issue(calls), calls)
         return self.buffers(shape, "output")
 
     def capture(self, shapes: Iterable[StepShape] = ()) -> None:
         """Capture the step shapes (all of the plan's if none are given), largest first; captured ones are kept.
 
+        Local under `pull`. Under a collective transport all ranks call it alike, and compare what they capture.
+
         Raises:
             DeviceError: a segment does what no capture permits, or another capture is open in this process.
-            CommError: a window was remapped, and does not hold what its owner loaded.
+            CommError: a window was remapped, and does not hold what its owner loaded; or ranks capture unlike
+                gathers, or a rank gave up.
         """
         refuse_inside_segment("capture")
         with self.turn.lock:
@@ -103,17 +123,55 @@ class Runtime(Binding):
             self.turn.wait_until_free()
             if self._generations != self._transport.generations():
                 self._bind_again()
-            for shape in sorted(map(self._known, shapes or self.programs), reverse=True):
-                if shape in self._graphs and not self._graphs[shape].is_closed:
-                    continue
+            asked = sorted(map(self._known, shapes or self.programs), reverse=True)
+            due = [shape for shape in asked if shape not in self._graphs or self._graphs[shape].is_closed]
+            self._alignment.check("a capture")
+            self._alignment.agree_on_capture(self.group, [(str(s), gathers_text(self.programs[s])) for s in due])
+            for shape in due:
                 bound = self._bound[shape]
-                with capture_lock(f"step shape {shape}", self.timeout_s):
-                    calls = self.recorded(shape, bound)
-                    self._graphs[shape] = StepGraph(self, shape, bound, calls, self.plan.executor)
+                if self._cuda is not None:
+                    capture: Callable[[BoundProgram], Captured] = partial(self._capture_on_cuda, self._cuda, shape)
+                else:
+                    capture = partial(self._capture_on_host, shape, self.recorded(shape, bound))
+                self._graphs[shape] = StepGraph(self, shape, bound, capture)
 
     def recorded(self, shape: StepShape, bound: BoundProgram) -> Calls:
-        """What the segments of a step of `shape` do, recorded over the weights that they read. With the lock held."""
-        return self._compute.captured(shape, bound.computes, self.gather_now)
+        """What the segments of a step of `shape` do, recorded over the weights that they read. With the lock held.
+
+        As collective as the transport's gathers are; takes the capture lock for each segment.
+        """
+        return self._compute.captured(shape, bound.computes, self.gather_now, lambda: self._capture_lock(shape))
+
+    def warm_up(self) -> None:
+        """Load every kernel of compute, before peers may wait for this rank in a gather. Local. Nothing on `host`.
+
+        Buffers hold afterwards what they held.
+
+        Raises:
+            DeviceError: a segment does what no capture should hold.
+        """
+        refuse_inside_segment("warm_up")
+        with self.turn.lock:
+            self._check_ready()
+            if self._cuda is not None:
+                with self._memory.unchanged_buffers():
+                    for shape in self.programs:
+                        self._cuda.warm_up(shape, self._bound[shape].computes)
+
+    def _capture_on_host(self, shape: StepShape, calls: Calls, bound: BoundProgram) -> Captured:
+        with self._capture_lock(shape):
+            try:
+                return HostCaptured.capture(calls, self.plan.executor, self.hooks.seed, bound, self.timeout_s)
+            except DriverError as error:
+                raise DeviceError(f"step shape {shape} cannot be captured: {error}") from error
+
+    def _capture_on_cuda(self, cuda: CudaCompute, shape: StepShape, bound: BoundProgram) -> Captured:
+        """Takes the capture lock itself, after the warm-up: segments may wait for ranks that are threads here."""
+        with self._memory.unchanged_buffers():
+            return cuda.capture(shape, bound)
+
+    def _capture_lock(self, shape: StepShape) -> AbstractContextManager[None]:
+        return capture_lock(f"step shape {shape}", self.timeout_s)
 
     def graph(self, batch_size: int, tokens_per_sequence: int = 1) -> StepGraph:
         """The smallest captured step that fits `batch_size` sequences of `tokens_per_sequence` tokens.
@@ -138,6 +196,9 @@ class Runtime(Binding):
     def prefetch(self, batch_size: int, tokens_per_sequence: int = 1) -> None:
         """Gather what the next step of this shape expects in its slots, now, on a stream of its own.
 
+        Under a collective transport all ranks call it alike, as they do steps: which gathers are due follows from the
+        calls made before, so equal calls make equal gathers.
+
         Order:   after the last step, beside whatever comes next on other streams; the step waits for it.
         Blocks:  no.
         Capture: no: it is the part of a step that lies outside its graph.
@@ -148,7 +209,10 @@ class Runtime(Binding):
             self._check_ready()
             self.turn.wait_until_free()
             self._check_generations(shape)
+            self._alignment.check("a prefetch")
             self._slots.prefetch(self.programs[shape])
+            if self._embedding is not None:
+                self._embedding.hand_over_prefetch()
 
     def begin_step(self, batch_size: int | None = None, tokens_per_sequence: int = 1) -> StepLoop:
         """Begin a step whose layers the caller computes: `before_layer(i)`, compute, `after_layer(i)`, ..., `end()`.
@@ -171,52 +235,6 @@ class Runtime(Binding):
             if shape not in self._pieces:
                 self._pieces[shape] = StepPieces(self.model, self.plan, bound)
             return StepLoop(self, shape, bound, self._pieces[shape])
-
-    def step(
-        self,
-        shape: StepShape,
-        bound: BoundProgram,
-        launch: Callable[[], None],
-        calls: Calls,
-    ) -> None:
-        """One step, eager or captured: prime, launch, wait for the outputs. Used by `run` and `StepGraph.replay`."""
-        refuse_inside_segment("a step")
-        with self.turn.lock:
-            self.turn.wait_until_free()
-            self.enter_step(shape, bound)
-            try:
-                launch()
-                self.finish_step(shape, bound, calls, calls is self._eager.get(shape))
-            except BaseException:
-                self._slots.forget()
-                raise
-
-    def enter_step(self, shape: StepShape, bound: BoundProgram) -> None:
-        """Make the slots hold what the program expects. Used by steps, with the lock held."""
-        self._check_ready()
-        self._check_generations(shape)
-        self._slots.enter(bound.program)
-        self._done.store(0)
-
-    def finish_step(self, shape: StepShape, bound: BoundProgram, calls: Calls, is_eager: bool) -> None:
-        """All is enqueued: wait for the outputs. Used by steps, with the lock held."""
-        self._slots.leave(bound.program)
-        self._num_steps += 1
-        if not self._done.wait(1, self.timeout_s):
-            raise self.late_error(shape, bound, is_eager)
-        calls.check()
-        self._control.mine.set_progress(self._num_steps, len(bound.program.ops))
-
-    def abort_step(self, bound: BoundProgram) -> None:
-        """A part of the program was enqueued and no more will be. Used by loops, with the lock held.
-
-        What slots hold is forgotten once the streams are done: the next gathers may run on other streams.
-        """
-        self._slots.forget()
-        deadline = time.monotonic() + self.timeout_s
-        for stream in () if self._late else bound.streams:
-            if not stream.synchronize(max(0.0, deadline - time.monotonic())):
-                self._late = True
 
     # --- ranks that come back ---
 
@@ -242,7 +260,7 @@ class Runtime(Binding):
                 self._bind()
                 for shape, graph in self._graphs.items():
                     graph.capture_again(self._bound[shape])
-                self._transport.drop_retired()
+                self._admission.drop_retired()
             if failures:
                 raise failures[0]
             return admitted
@@ -258,7 +276,7 @@ class Runtime(Binding):
 
     def let_in(self, doorkeeper: Doorkeeper | None) -> None:
         """Own `doorkeeper`, whose newcomers are taken in from now on."""
-        self._admission = Admission(doorkeeper, self._control, self._transport, self._slots)
+        self._admission = Admission(doorkeeper, self._control, self._transport.remappable, self._slots)
 
     def pinned_by_dead(self) -> dict[int, int]:
         """The bytes of windows of ranks that died, by rank: their memory lives on while a peer maps it."""
@@ -320,19 +338,34 @@ class Runtime(Binding):
         with self.turn.lock:
             if self._closed:
                 return
+            if self._watchdog is not None:
+                self._watchdog.close()
             self.turn.give_up()
             self._closed = True
             self._admission.close()
-            self._drain()
+            if self._alignment.broken is None:  # else what is enqueued waits for peers that will not come
+                self.follow_caller()  # who may read outputs still
+                self._drain()
             for graph in self._graphs.values():
                 graph.close()
             self._graphs.clear()
+            if self._cuda is not None:
+                self._cuda.close()
             self._eager.clear()
             self._bound.clear()
             self._control.mine.set_state(CLOSED)
+            self._embedding = None
             self._transport.close()
+            self._must_exit = self._transport.must_exit
+            if self._must_exit is not None:
+                leave_behind(self._streams, self._memory, self._done, self._slots, self._in_flight)
             self._streams.clear()
             del self._admission, self._slots, self._compute, self._done, self._memory
+
+    @property
+    def must_exit(self) -> str | None:
+        """Why this process must end to be rid of what its closed runtime left; None if it need not."""
+        return self._must_exit
 
     def __enter__(self) -> Runtime:
         return self
@@ -359,13 +392,3 @@ class Runtime(Binding):
             known = ", ".join(map(str, sorted(self.programs)))
             raise SpecError(f"step shape {shape} is not among the plan's: {known}; add it to capture_sizes")
         return shape
-
-    def late_error(self, shape: StepShape, bound: BoundProgram, is_eager: bool) -> CommError:
-        """The step did not get on in time; the next one is refused until it has ended."""
-        self._late = True
-        where = bound.first_pending() if is_eager else ""
-        return CommError(
-            f"rank {self.rank} waited {self.timeout_s:.1f} s for step {self._num_steps} of shape {shape} "
-            f"({'eager' if is_eager else 'graph'}){where}; "
-            f"peers: {self._control.describe()}"
-        )

@@ -1,13 +1,17 @@
 """What the slots hold between steps, and the gathers that the host issues from outside.
 
 A program states what its slots must hold when it begins. Before each run and replay the table is compared with that
-statement, and what differs is gathered from outside: the first step, another step shape, a step after an error.
+statement, and what differs is gathered from outside: the first step, another step shape, a step after an error. Under a
+collective transport all ranks gather alike from outside too, since they make the same calls: what a slot holds follows
+from the calls alone, also where compute failed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from graphshard._core import Calls, Driver, Event, OpList, Stream
-from graphshard.comm.pull import PullTransport
+from graphshard.comm.transport import Transport
 from graphshard.core.ops import AgLaunch
 from graphshard.core.program import Program
 from graphshard.runtime.bind import Hooks, bind_gather
@@ -24,9 +28,12 @@ class SlotTable:
         compute: Stream,
         prefetch: Stream,
         memory: RuntimeMemory,
-        transport: PullTransport,
+        transport: Transport,
         hooks: Hooks,
+        before_gathers: Callable[[Sequence[int]], None],
     ) -> None:
+        """`before_gathers(units)` is called before gathers of `units` are issued from here."""
+        self._before_gathers = before_gathers
         self._driver = driver
         self._held: list[int | None] = [None] * num_slots
         self._compute, self._prefetch = compute, prefetch
@@ -84,6 +91,7 @@ class SlotTable:
         """
         if not launches:
             return
+        self._before_gathers([launch.unit for launch in launches])
         if self._used:
             self._prefetch.wait(self._last_use)
         for launch in launches:

@@ -12,7 +12,8 @@ def whole_weight(runtime: Runtime, name: str) -> Tensor:
     """A private copy of weight `name`, with its strides.
 
     Order:   after the last step.
-    Blocks:  the host, bounded by the runtime's timeout; no other rank takes part.
+    Blocks:  the host, bounded by the runtime's timeout. No other rank takes part under `pull`; under `nccl` all ranks
+             ask for the same weights in the same order, or end in one named error.
     Capture: no.
 
     Raises:

@@ -31,6 +31,7 @@ class PlanOptions:
     """`auto`: the fewest. More let gathers run further ahead."""
     head: HeadPolicy = "inside"
     transport: Transport = "pull"
+    """`pull` copies peers' chunks, `nccl` gathers by NCCL's collective over the copy engines."""
     executor: AutoExecutor = AUTO
     """Of captured graphs on the host."""
     step_shapes: Sequence[StepShape | int] = (1,)
@@ -63,6 +64,11 @@ class PlanOptions:
         _check_at_least("num_copy_streams", self.num_copy_streams, 1)
         if self.num_copy_streams > MAX_COPY_STREAMS:
             raise SpecError(f"num_copy_streams is {self.num_copy_streams}; at most {MAX_COPY_STREAMS} are of any use")
+        if self.transport == "nccl" and self.num_copy_streams != 1:
+            raise SpecError(
+                f"num_copy_streams is {self.num_copy_streams}, and transport nccl gathers a unit by one collective on "
+                "one stream: leave it at 1, or use transport pull"
+            )
         _check_at_least("min_shard_bytes", self.min_shard_bytes, 0)
         _check_alignment(self.alignment_bytes)
         for name in ("outside_layers", "replicated"):

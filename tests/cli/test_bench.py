@@ -22,12 +22,13 @@ def test_gather_rows_over_two_processes() -> None:
         assert row["p10_us"] <= row["us"] <= row["p90_us"]
 
 
-def test_gather_of_three_ranks_without_peers() -> None:
+@pytest.mark.parametrize("transport", ["pull", "nccl"])
+def test_gather_of_three_ranks_without_peers(transport: str) -> None:
     """Three ranks: chunks are padded, and each slot is checked against what its owners wrote."""
     options = ["--world-size", 3, "--sizes", "100KiB", "--peers", "", "--repeats", 1, "--cold-size", "1MiB"]
-    answer = apart("bench", "gather", *options, "--json", "-")
+    answer = apart("bench", "gather", *options, "--transport", transport, "--json", "-")
     assert answer.code == 0, answer.err
-    assert [row["what"] for row in answer.json["rows"]] == ["pull"]
+    assert [row["what"] for row in answer.json["rows"]] == [transport]
 
 
 @pytest.mark.parametrize("depth", [0, 1])

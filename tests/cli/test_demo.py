@@ -93,9 +93,22 @@ def test_eager_alone_with_another_plan_and_world_size(folder: Path) -> None:
     assert answer.json["plan"]["head"] == "tail" and "graph" not in answer.json["step_ms"]
 
 
+def test_the_collective_transport_is_identical_too(folder: Path) -> None:
+    png = folder.parent / "nccl.png"
+    options = ["--tokens", 2, "--transport", "nccl", "--no-reference", "--png", png, "--json", "-"]
+    answer = apart("demo", "--model", folder, *options)
+    assert answer.code == 0, answer.err
+    assert answer.json["identical"] is True and answer.json["plan"]["transport"] == "nccl"
+    assert set(answer.json["step_ms"]) == {"replicated", "eager", "graph"}
+    nodes = answer.json["graph_nodes"]
+    assert nodes["memcpy"] > 0 and not nodes.get("kernel")
+
+
+@pytest.mark.parametrize("transport", ["pull", "nccl"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_matrix_of_plans_over_threads(folder: Path, world_size: int) -> None:
-    request = matrix_request(str(folder), [[5, 6, 7], [8], [9, 10], [11, 12, 13, 14]], 3, "weight", world_size)
+def test_matrix_of_plans_over_threads(folder: Path, world_size: int, transport: str) -> None:
+    common = {"units": "weight", "transport": transport}
+    request = matrix_request(str(folder), [[5, 6, 7], [8], [9, 10], [11, 12, 13, 14]], 3, common, world_size)
     rows = run_threads(lambda group: ranks.matrix(group, request), world_size)[0]
     assert all(row["identical"] for row in rows)
     tried = {(row["prefetch_depth"], row["head"], row["run"]) for row in rows}

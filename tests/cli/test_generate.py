@@ -5,6 +5,7 @@ Faults are deterministic: a rank sends the signal to itself before a step that t
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 from functools import cache
@@ -122,6 +123,20 @@ def test_a_stopped_rank_delays_nobody(victim: int, folder: Path) -> None:
     assert answer.json["order"] == [1 - victim, victim]
 
 
+def test_ranks_that_gather_together_step_on_until_all_are_done(folder: Path) -> None:
+    """A1, A2: prompts of unlike length, ranks with unlike numbers of prompts; the report's traced steps too."""
+    answer = generate(folder, "--transport", "nccl", "--report")
+    assert answer.code == 0, answer.err
+    assert answer.json["tokens"] == replicated_tokens(folder, WORLD_SIZE)
+    assert answer.json["report"]["identical"]
+
+
+def test_a_killed_rank_ends_those_that_gather_with_it_by_name(folder: Path) -> None:
+    answer = generate(folder, "--transport", "nccl", "--fault", "SIGKILL:1@3")
+    assert answer.code != 0
+    assert re.search(r"rank 1 \(pid \d+\) died while rank [02] waited for step 4", answer.err)
+
+
 def test_several_batches_a_file_and_a_rank_without_prompts(folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
     file.write_text("a b c\n\nd e\n")
@@ -137,6 +152,7 @@ def test_several_batches_a_file_and_a_rank_without_prompts(folder: Path, tmp_pat
     ("options", "says"),
     [
         (["--world-size", "1", "--restart"], "--restart needs another rank"),
+        (["--transport", "nccl", "--restart"], "--restart needs transport pull"),
         (["--prompt", ""], "prompt 0 ('') has no token"),
         (["--tokens", "999999"], "positions, the model has"),
     ],

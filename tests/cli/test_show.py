@@ -47,6 +47,19 @@ def test_lowered_program_starts_with_forks_and_ends_joined() -> None:
     assert here("show", "program", "--lowered", "--world-size", 3).out.count("end=3") == 2  # three copies a gather
 
 
+def test_a_collective_gather_is_one_copy_in_lists_and_graphs() -> None:
+    lowered = here("show", "program", "--lowered", "--world-size", 3, "--transport", "nccl")
+    runs = [line for line in lowered.out.splitlines() if "copyrun" in line]
+    assert len(runs) == 2 and all(line.endswith("begin=0 end=1") for line in runs)
+    assert here("verify", "--world-size", 3, "--transport", "nccl", "--layers", 4).code == 0
+    bound = here("show", "bound", "--world-size", 3, "--transport", "nccl")
+    assert bound.code == 0 and "2 all_gather" in bound.out
+    graph = here("show", "graph", "--world-size", 3, "--transport", "nccl", "--json", "-")
+    assert graph.code == 0, graph.err
+    nodes = {row["kind"]: row["num_nodes"] for row in graph.json["rows"]}
+    assert nodes["memcpy"] == 2 * 3 and "kernel" not in nodes
+
+
 @pytest.mark.parametrize("noun", ["model", "plan", "layout"])
 def test_other_nouns_are_stable_text_with_a_digest(noun: str) -> None:
     first, second = (here("show", noun, "--weights", "llama", "--json", "-") for _ in range(2))

@@ -39,6 +39,44 @@ def test_a_page_is_read_where_it_is_mapped() -> None:
         del peer
 
 
+def test_batches_of_collectives_are_posted_in_order_and_the_latest_can_be_read() -> None:
+    page = ControlPage()
+    peer = open_copy(page)
+    assert (peer.num_issues, peer.issue(0), peer.issue(1)) == (0, None, None)
+    for number in range(1, 101):
+        assert page.post_issue((1 << 64) - number, number) == number
+    assert peer.num_issues == 100
+    assert peer.issue(100) == ((1 << 64) - 100, 100)
+    assert peer.issue(101) is None, "not posted yet"
+    assert peer.issue(37) == ((1 << 64) - 37, 37)
+    assert peer.issue(36) is None, "another one took its place"
+    page.set_begun(7, 12)
+    page.set_num_finished(99)
+    assert (peer.begun_step, peer.begun_op, peer.num_finished) == (7, 12, 99)
+
+
+def test_the_first_failure_of_a_page_stays() -> None:
+    page = ControlPage()
+    peer = open_copy(page)
+    assert (peer.has_failed, peer.failure) == (False, None)
+    page.post_failure("rank 1 did not arrive", 2, step=4, culprit=1)
+    page.post_failure("and then this", 3)
+    assert peer.failure == ("rank 1 did not arrive", 2, -1, -1, 4, 1)
+    other = ControlPage()
+    other.post_failure("\u00e9" * 2000 + "!", 1)
+    assert open_copy(other).failure == ("\u00e9" * 640, 1, -1, -1, -1, -1), "what does not fit is cut"
+
+
+def test_ranks_that_fail_at_once_agree_on_one() -> None:
+    for _ in range(50):
+        page = ControlPage()
+        assert page.first_failed is None
+        peers = [open_copy(page) for _ in range(4)]
+        with ThreadPoolExecutor(4) as pool:
+            told = set(pool.map(lambda peer, rank: peer.claim_first(rank), peers, range(4)))
+        assert told == {page.first_failed} and page.claim_first(7) in told
+
+
 def test_what_is_no_page_is_refused() -> None:
     fd = os.memfd_create("not a page")
     try:

@@ -90,10 +90,8 @@ def test_device_errors_wrap_the_drivers() -> None:
         device.import_memory(-1, 64)
 
 
-def test_other_devices_are_refused_with_the_reason() -> None:
-    with pytest.raises(DeviceError, match=r"device cuda:0 is not available: .*; available here: host"):
-        open_device("cuda")
-    with pytest.raises(DeviceError, match="device 'tpu' is unknown: host, cuda"):
+def test_other_devices_are_refused() -> None:
+    with pytest.raises(DeviceError, match="device 'tpu' is unknown: host, cuda, cuda:<index>"):
         open_device("tpu")
 
 

@@ -263,6 +263,11 @@ def test_calls_must_cover_the_list(driver: Driver, stream: Stream) -> None:
             use(Calls([print]))
     with pytest.raises(ValueError, match="needs a stream"):
         OpList(driver, [], 0, [])
+    nothing: Any = [None]
+    with pytest.raises(ValueError, match="a stream of an op list is none"):
+        OpList(driver, nothing, 0, [])
+    with pytest.raises(ValueError, match="a collective of an op list is none"):
+        OpList(driver, [stream], 0, [], nothing)
 
 
 def test_foreign_and_misaligned_addresses_are_refused_when_bound(driver: Driver, stream: Stream) -> None:

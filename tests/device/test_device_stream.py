@@ -10,7 +10,7 @@ import pytest
 import torch
 from device_helpers import TIMEOUT_S, Latch
 
-from graphshard._core import Driver, DriverError, Event, Memory, Stream
+from graphshard._core import Calls, Driver, DriverError, Event, Memory, Stream
 
 
 def test_ops_run_in_order(driver: Driver, stream: Stream) -> None:
@@ -158,6 +158,16 @@ def test_host_functions_may_drop_driver_objects(driver: Driver, stream: Stream) 
     assert stream.synchronize(TIMEOUT_S)
     stream.check()
     assert owned == [] and driver.num_retired == 0
+
+
+def test_host_functions_may_make_and_drop_calls(stream: Stream) -> None:
+    """A worker is inside Python already when Python code that it runs gives up callables."""
+    made: list[int] = []
+    stream.call(lambda: made.append(len(Calls([lambda: None, lambda: None]))))
+    stream.call(lambda: made.append(len(Calls([]))))
+    assert stream.synchronize(TIMEOUT_S)
+    stream.check()
+    assert made == [2, 0]
 
 
 def test_foreign_and_misaligned_addresses_are_refused(driver: Driver, stream: Stream) -> None:

@@ -1,4 +1,4 @@
-"""The verifier's mutants and small programs are run here too; garbage collections that do not take long."""
+"""Both transports; the verifier's mutants and small programs are run here too; collections that do not take long."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+TRANSPORTS = ("pull", "nccl")
 
 sys.path.append(str(Path(__file__).parents[1] / "verify"))
 
@@ -19,3 +21,9 @@ def few_objects() -> Iterator[None]:
     gc.freeze()
     yield
     gc.unfreeze()
+
+
+@pytest.fixture(params=TRANSPORTS)
+def transport(request: pytest.FixtureRequest) -> str:
+    """What holds under one transport holds under the other, or is refused there with a reason."""
+    return str(request.param)

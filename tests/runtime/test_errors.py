@@ -34,6 +34,12 @@ def test_a_plan_for_another_world_size_is_refused() -> None:
         assert error.startswith("SpecError: the plan is for 3 ranks, the group has 2: make the plan for this group")
 
 
+@pytest.mark.parametrize("timeout_s", [0, -1.0, float("nan"), float("inf"), 1e300])
+def test_waits_have_a_limit(timeout_s: float) -> None:
+    with pytest.raises(graphshard.SpecError, match="is not a time to wait: give seconds above 0, at most 86400"):
+        compile_bytes(LocalGroup(1)[0], ByteModel([[64]]), timeout_s=timeout_s)
+
+
 def test_a_missing_weight_on_one_rank_is_the_same_error_on_all() -> None:
     """Fault A14: a rank-local error does not leave the others in the next collective."""
 

@@ -82,7 +82,7 @@ def steps_of(group: Group, model: Any, **choices: Any) -> list[str]:
 # --- G1 ---
 
 
-def odd_sizes(group: Group, units: str) -> list[str]:
+def odd_sizes(group: Group, units: str, transport: str) -> list[str]:
     n = group.world_size
     sizes = [0, 1, n - 1, n, n + 1, 16 * n - 1]
     layers = [[size] for size in sizes] + [[], sizes, [0, 0]]
@@ -96,8 +96,8 @@ def odd_sizes(group: Group, units: str) -> list[str]:
     tensors = {**model.tensors(), zero_rows.name: torch.empty(0, 7, dtype=torch.uint8)}
     wrong = []
     for head in ("inside", "tail"):
-        choices: dict[str, Any] = {"units": units, "prefetch_depth": 1, "head": head, "checkpoint": tensors}
-        with compile_bytes(group, model, **choices) as runtime:
+        choices: dict[str, Any] = {"units": units, "prefetch_depth": 1, "head": head, "transport": transport}
+        with compile_bytes(group, model, checkpoint=tensors, **choices) as runtime:
             resident = [d.weight for d in runtime.plan.decisions if d.unit is None]
             assert all(runtime.model.weight(name).num_bytes == 0 for name in resident)
             for act in (lambda: runtime.run(1), runtime.graph(1).replay, runtime.graph(1).replay):
@@ -107,10 +107,10 @@ def odd_sizes(group: Group, units: str) -> list[str]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
-def test_odd_sizes_come_back_whole(world_size: int) -> None:
+def test_odd_sizes_come_back_whole(world_size: int, transport: str) -> None:
     """Fault G1: weights of 0, 1, N-1, N, N+1 and 16N-1 bytes, layers without weights, tensors without rows."""
     for units in ("weight", "layer"):
-        assert run_on_ranks(odd_sizes, world_size, units) == [[]] * world_size
+        assert run_on_ranks(odd_sizes, world_size, units, transport) == [[]] * world_size
 
 
 # --- G11 ---
@@ -128,7 +128,7 @@ MIXED = [
 @pytest.mark.parametrize("alignment", [16, 256])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_views_are_aligned_in_every_slot_wherever_they_came_from(
-    world_size: int, alignment: int, tmp_path: Path
+    world_size: int, alignment: int, transport: str, tmp_path: Path
 ) -> None:
     """Fault G11: odd lengths before wide elements, odd offsets in the file, chunk borders inside elements."""
     file = tmp_path / "odd.safetensors"
@@ -142,7 +142,8 @@ def test_views_are_aligned_in_every_slot_wherever_they_came_from(
                 write_safetensors(file, model.weights, [model.raw(w).numpy().data for w in model.weights])
             group.barrier()
             source: Any = checkpoint or unaligned(model.tensors())
-            wrong += steps_of(group, model, checkpoint=source, alignment_bytes=alignment, head="tail")
+            choices = {"alignment_bytes": alignment, "head": "tail", "transport": transport}
+            wrong += steps_of(group, model, checkpoint=source, **choices)
             for weight in model.weights:
                 itemsize = getattr(torch, weight.dtype).itemsize
                 assert all(address % max(16, itemsize) == 0 for address in model.addresses[weight.name])
@@ -173,12 +174,12 @@ def unaligned(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 # --- G14 ---
 
 
-def padding(group: Group, poison: bool) -> list[int]:
+def padding(group: Group, poison: bool, transport: str) -> list[int]:
     """Checksums of every unit's gathered bytes, after making sure that what no weight covers is zero."""
     model = ByteModel([[1, 255, 257], [100], [3000, 1]])
-    hooks = Hooks(poison=poison)
+    choices: dict[str, Any] = {"hooks": Hooks(poison=poison), "transport": transport}
     sums = []
-    with compile_bytes(group, model, units="layer", prefetch_depth=1, hooks=hooks) as runtime:
+    with compile_bytes(group, model, units="layer", prefetch_depth=1, **choices) as runtime:
         for act in (runtime.graph(1).replay, lambda: runtime.run(1), runtime.graph(1).replay):
             assert wrong_after(runtime, model, act) == []
         for residency in runtime.plan.residencies:
@@ -207,9 +208,9 @@ def outside(unit: UnitLayout) -> Tensor:
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_padding_is_zero_in_shards_and_in_slots(world_size: int) -> None:
+def test_padding_is_zero_in_shards_and_in_slots(world_size: int, transport: str) -> None:
     """Fault G14: also after slots were poisoned, equal on all ranks and in all runs."""
-    sums = [result for poison in (True, False) for result in run_on_ranks(padding, world_size, poison)]
+    sums = [result for poison in (True, False) for result in run_on_ranks(padding, world_size, poison, transport)]
     assert len(sums[0]) >= 2 and all(other == sums[0] for other in sums)
 
 
@@ -296,10 +297,10 @@ DTYPES += ["float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz",
 DTYPES += ["uint16", "uint32", "complex64"]
 
 
-def test_every_dtype_comes_back_bit_for_bit() -> None:
+def test_every_dtype_comes_back_bit_for_bit(transport: str) -> None:
     """Fault G18: all patterns of 8 and 16 bits, so every NaN's payload and both zeros; int4 pairs travel as uint8."""
     layers = [[(dtype, (70_000 // getattr(torch, dtype).itemsize,))] for dtype in DTYPES]
-    for wrong in run_on_ranks(lambda group: steps_of(group, TypedModel(layers)), 3):
+    for wrong in run_on_ranks(lambda group: steps_of(group, TypedModel(layers), transport=transport), 3):
         assert wrong == []
 
 

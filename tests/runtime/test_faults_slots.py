@@ -42,11 +42,11 @@ def rig() -> Rig:
 # --- D1 ---
 
 
-def target_and_draft(group: Group, num_layers: int, depth: int, head: str) -> list[str]:
+def target_and_draft(group: Group, num_layers: int, depth: int, head: str, transport: str) -> list[str]:
     """Two models in turn, of unlike numbers of units, several steps back to back."""
     target = ByteModel([[1000 + layer] for layer in range(num_layers)], name="target")
     draft = ByteModel([[700], [800]], name="draft")
-    choices = {"units": "layer", "prefetch_depth": depth, "head": head}
+    choices = {"units": "layer", "prefetch_depth": depth, "head": head, "transport": transport}
     with compile_bytes(group, target, **choices) as first, compile_bytes(group, draft, **choices) as second:
         wrong = []
         for _ in range(3):
@@ -60,9 +60,9 @@ def target_and_draft(group: Group, num_layers: int, depth: int, head: str) -> li
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("num_layers", [1, 2, 3, 4, 5, 7, 61])
-def test_slots_fit_whatever_the_number_of_units(num_layers: int, depth: int, head: str) -> None:
+def test_slots_fit_whatever_the_number_of_units(num_layers: int, depth: int, head: str, transport: str) -> None:
     """Fault D1: also where the slots do not divide the units, beside a second model with slots of its own."""
-    assert run_on_ranks(target_and_draft, 2, num_layers, depth, head) == [[], []]
+    assert run_on_ranks(target_and_draft, 2, num_layers, depth, head, transport) == [[], []]
 
 
 @pytest.mark.parametrize("num_units", [2, 3, 4, 5])

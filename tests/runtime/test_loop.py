@@ -55,8 +55,8 @@ def mixed(group: Group, choices: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_loops_see_the_right_bytes_between_runs_and_replays(head: str, depth: int) -> None:
-    assert run_on_ranks(mixed, 2, {"head": head, "prefetch_depth": depth}) == [[], []]
+def test_loops_see_the_right_bytes_between_runs_and_replays(head: str, depth: int, transport: str) -> None:
+    assert run_on_ranks(mixed, 2, {"head": head, "prefetch_depth": depth, "transport": transport}) == [[], []]
 
 
 @pytest.mark.parametrize(
@@ -75,9 +75,10 @@ def test_a_replicated_plan_is_looped_over_too() -> None:
         assert wrong_after(runtime, model, lambda: loop(runtime, model)) == []
 
 
-def llama_logits(group: Group, as_loop: bool) -> list[list[float]]:
+def llama_logits(group: Group, as_loop: bool, transport: str) -> list[list[float]]:
     model, weights = random_llama(CONFIG, max_batch_size=2)
     choices = {"min_shard_bytes": 0, "prefetch_depth": 1, "units": "layer", "capture_sizes": [2]}
+    choices["transport"] = transport
     with graphshard.compile(model, group, checkpoint=weights, **choices) as runtime:  # type: ignore[arg-type]
         seen = []
         for position in range(3):
@@ -90,8 +91,9 @@ def llama_logits(group: Group, as_loop: bool) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_llama_looped_over_equals_one_that_is_run(mode: str) -> None:
-    assert run_on_ranks(llama_logits, 2, True, mode=mode) == run_on_ranks(llama_logits, 2, False)
+def test_a_llama_looped_over_equals_one_that_is_run(mode: str, transport: str) -> None:
+    looped = run_on_ranks(llama_logits, 2, True, transport, mode=mode)
+    assert looped == run_on_ranks(llama_logits, 2, False, "pull")
 
 
 # --- order ---
@@ -280,7 +282,7 @@ def test_late_weights_are_named_and_the_runtime_recovers() -> None:
         for layer in (0, 1):
             step.before_layer(layer)
             step.after_layer(layer)
-        expected = rf"rank 0 waited 0.2 s for step 0 .* first op that is not done is op {gather} ag_launch unit=2"
+        expected = rf"rank 0 waited 0.2 s for step 1 .* first op that is not done is op {gather} ag_launch unit=2"
         with pytest.raises(graphshard.CommError, match=expected):
             step.before_layer(2)
         with pytest.raises(graphshard.DeviceError, match="still running"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from ranks import try_on_ranks
 import graphshard
 from graphshard._core import Memory, Stream, Word
 from graphshard.comm.group import Group, LocalGroup
-from graphshard.core.specs import BufferSpec, StepShape
+from graphshard.core.specs import BufferSpec, DeviceSpec, StepShape
 from graphshard.device import open_device
 from graphshard.runtime.model import Segment, StepState
 
@@ -46,8 +47,11 @@ def test_two_segments_of_one_name_are_refused() -> None:
 
 
 def test_an_unknown_transport_is_not_replaced_by_another() -> None:
-    with pytest.raises(graphshard.CommError, match=r"transport nccl is not available: .* available here: pull"):
-        compile_bytes(LocalGroup(1)[0], ByteModel(LAYERS), units="layer", transport="nccl")
+    model = ByteModel(LAYERS)
+    plan = graphshard.make_plan(model.spec(), 1, DeviceSpec("host", "any", 2**62), units="layer", min_shard_bytes=0)
+    other = replace(plan, transport="gloo")
+    with pytest.raises(graphshard.CommError, match="transport gloo is unknown; known are pull, nccl"):
+        graphshard.compile(model, LocalGroup(1)[0], checkpoint=model.tensors(), plan=other)
 
 
 @pytest.mark.parametrize("what", ["run", "capture", "prefetch", "begin_step", "admit", "close"])

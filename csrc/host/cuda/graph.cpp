@@ -123,6 +123,10 @@ CUresult graph_destroy(CUgraph graph) {
 CUresult graph_get_nodes(CUgraph graph, CUgraphNode* nodes, size_t* num_nodes) {
   GS_RETURN_IF_ERROR(enter());
   if (graph == nullptr) return CUDA_ERROR_INVALID_VALUE;
+  if (nodes == nullptr && num_nodes != nullptr) {  // asked for each op of a capture: without a list of them
+    *num_nodes = graph->nodes.size();
+    return CUDA_SUCCESS;
+  }
   return give_nodes(all_nodes(graph, false), nodes, nullptr, num_nodes);
 }
 

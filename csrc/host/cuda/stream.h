@@ -77,6 +77,7 @@ CUresult stream_get_context_v2(CUstream stream, CUcontext* context, CUgreenCtx* 
 CUresult context_synchronize();
 
 CUresult launch_host_func(CUstream stream, CUhostFn function, void* argument);
+CUresult launch_kernel(CUstream stream, CUhostFn function, void* argument);
 CUresult stream_write_value_32(CUstream stream, CUdeviceptr address, cuuint32_t value, unsigned int flags);
 CUresult stream_write_value_64(CUstream stream, CUdeviceptr address, cuuint64_t value, unsigned int flags);
 CUresult stream_wait_value_32(CUstream stream, CUdeviceptr address, cuuint32_t value, unsigned int flags);

@@ -23,6 +23,13 @@ CUresult launch_host_func(CUstream stream, CUhostFn function, void* argument) {
   return submit(stream, HostWork{function, argument});
 }
 
+CUresult launch_kernel(CUstream stream, CUhostFn function, void* argument) {
+  GS_RETURN_IF_ERROR(enter_context());
+  GS_RETURN_IF_ERROR(check_stream(stream));
+  if (function == nullptr) return CUDA_ERROR_INVALID_VALUE;
+  return submit(stream, KernelWork{function, argument});
+}
+
 CUresult stream_write_value_32(CUstream stream, CUdeviceptr address, cuuint32_t value, unsigned int flags) {
   return submit_value_op(stream, {ValueOp::Kind::kWrite32, flags, address, value});
 }

@@ -255,3 +255,7 @@ GS_EXPORT CUresult gshost_event_wait(CUevent event, int64_t timeout_ns) {
 GS_EXPORT CUresult gshost_graph_exec_set_executor(CUgraphExec exec, int executor, int64_t seed) {
   return hostcuda::graph_exec_set_executor(exec, executor, seed);
 }
+
+GS_EXPORT CUresult gshost_launch_kernel(CUstream stream, CUhostFn function, void* argument) {
+  return hostcuda::launch_kernel(stream, function, argument);
+}

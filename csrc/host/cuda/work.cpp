@@ -60,9 +60,9 @@ Step run_fill(const FillWork& fill) {
   return Step::kDone;
 }
 
-Step run_host(const HostWork& host) {
+Step run_host(CUhostFn function, void* argument) {
   inside_host_function = true;
-  host.function(host.argument);
+  function(argument);
   inside_host_function = false;
   return Step::kDone;
 }
@@ -102,7 +102,8 @@ Step advance(const Work& work, uint64_t* progress, size_t piece_bytes) {
   return std::visit(Overloaded{
                         [&](const CopyWork& copy) { return advance_copy(copy, progress, piece_bytes); },
                         [](const FillWork& fill) { return run_fill(fill); },
-                        [](const HostWork& host) { return run_host(host); },
+                        [](const HostWork& host) { return run_host(host.function, host.argument); },
+                        [](const KernelWork& kernel) { return run_host(kernel.function, kernel.argument); },
                         [](const ValueWork& value) { return try_value_op(value.op) ? Step::kDone : Step::kBlocked; },
                         [&](const BatchWork& batch) { return advance_batch(batch, progress); },
                         [](const SignalWork& work) { return signal(work); },

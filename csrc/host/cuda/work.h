@@ -44,6 +44,12 @@ struct HostWork {
   void* argument = nullptr;
 };
 
+/// A host function in a kernel's place: graphs show it as a kernel node.
+struct KernelWork {
+  CUhostFn function = nullptr;
+  void* argument = nullptr;
+};
+
 struct ValueWork {
   ValueOp op;
 };
@@ -91,8 +97,8 @@ struct StopWork {
   Ref<Completion> completion;
 };
 
-using Work = std::variant<EmptyWork, CopyWork, FillWork, HostWork, ValueWork, BatchWork, SignalWork, AwaitWork,
-                          EventRecordWork, EventWaitWork, TaskWork, MarkerWork, StopWork>;
+using Work = std::variant<EmptyWork, CopyWork, FillWork, HostWork, KernelWork, ValueWork, BatchWork, SignalWork,
+                          AwaitWork, EventRecordWork, EventWaitWork, TaskWork, MarkerWork, StopWork>;
 
 enum class Step : uint8_t { kDone, kAgain, kBlocked };
 

@@ -8,6 +8,7 @@
 #include <string>
 #include <thread>
 
+#include "check.h"
 #include "runtime/control_page.h"
 #include "runtime/memory.h"
 #include "runtime/op_list.h"
@@ -20,12 +21,6 @@ constexpr int kNumThreads = 4;
 constexpr size_t kUnitBytes = 4096;
 constexpr size_t kNumUnits = 6;
 constexpr int64_t kTimeoutNs = 60'000'000'000;
-
-void require(bool is_true, const char* what) {
-  if (is_true) return;
-  std::fprintf(stderr, "FAILED: %s\n", what);
-  std::abort();
-}
 
 // What a compute op sees: the first byte of a slot, added up.
 struct Reader {

@@ -180,6 +180,7 @@ def attach_module(
     own_loop: bool,
     timeout_s: float,
     hooks: Hooks,
+    progress: bool = False,
 ) -> Attached:
     """Shard `module` over `group` (collective); see `graphshard.attach`. Nothing is changed until all ranks agree."""
     stack, spec = group.agree("attach", lambda: _take_stock(module, layers, order))
@@ -199,6 +200,7 @@ def attach_module(
                 agreed=agreed,
                 timeout_s=timeout_s,
                 hooks=hooks,
+                progress=progress,
             )
         except GraphshardError as error:
             if not source.num_released:

@@ -34,9 +34,10 @@ class TracedStep:
         self.bound = bound_program(runtime, shape)
         self._runtime, self._shape = runtime, shape
         self._events = {i: Event(runtime.driver, timing=True) for i in timed}
-        with runtime.turn.lock, capture_lock(f"the trace of step shape {shape}", runtime.timeout_s):
+        with runtime.turn.lock:
             self._calls = runtime.recorded(shape, self.bound)
-            graph = self.bound.op_list.capture(self._calls, list(self._events.items()))
+            with capture_lock(f"the trace of step shape {shape}", runtime.timeout_s):
+                graph = self.bound.op_list.capture(self._calls, list(self._events.items()))
         self._launcher = graph.instantiate(runtime.plan.executor)
 
     def replay(self) -> dict[int, float]:

@@ -1,0 +1,109 @@
+"""What rank processes run for `graphshard compare`."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import graphshard
+from graphshard.bench.compare import compare_step
+from graphshard.comm.group import Group
+from graphshard.comm.nccl_library import find_library
+from graphshard.core.errors import CommError, SpecError
+from graphshard.core.specs import StepShape
+from graphshard.device import open_device
+from graphshard.models.config import LlamaConfig
+from graphshard.models.llama import Llama, load_llama, random_llama
+from graphshard.runtime.bind import Hooks
+from graphshard.runtime.runtime import Runtime
+
+SHAPE = StepShape(1)
+
+
+@dataclass(frozen=True)
+class CompareRequest:
+    """What to compare; the same on all ranks."""
+
+    model: str | None
+    """Folder of a checkpoint; None: a random llama of `layers` layers."""
+    layers: int
+    num_steps: int
+    device: str
+    timeout_s: float
+    choices: dict[str, Any]
+    skip: list[int] | None
+    """[rank, unit]: that rank's list lacks that unit's gather."""
+    library_stage: str
+    """What the host's NCCL is told to do wrong; empty: nothing."""
+
+
+def compare(group: Group, values: dict[str, Any]) -> dict[str, Any]:
+    """`compare` on one rank: see `compare_step`."""
+    request = CompareRequest(**values)
+    torch.set_num_threads(1)
+    if request.library_stage:
+        stage_library(request.library_stage)
+    with _compiled(group, request) as runtime:
+        if request.skip is not None and request.skip[1] >= len(runtime.plan.units):
+            raise SpecError(
+                f"--stage: unit {request.skip[1]} is not in the plan: it has {len(runtime.plan.units)} units, 0 first"
+            )
+        _write_inputs(runtime)
+        found = compare_step(group, runtime, SHAPE, request.num_steps)
+        group.barrier("compared")
+        return {**found, "plan": {"units": runtime.plan.unit_policy, "prefetch_depth": runtime.plan.prefetch_depth}}
+
+
+def stage_library(spec: str) -> None:
+    """Have the host's NCCL of this process do `spec` wrong, from the next call on.
+
+    Raises:
+        CommError: it does not understand `spec`.
+    """
+    path = find_library(open_device("host"))
+    if ctypes.CDLL(str(path)).gshost_nccl_stage(spec.encode()) != 0:
+        raise CommError(f"{path} does not understand the stage {spec!r}")
+
+
+def _compiled(group: Group, request: CompareRequest) -> Runtime:
+    model, checkpoint = _model(request)
+    skip = request.skip is not None and group.rank == request.skip[0]
+    hooks = Hooks(skip=frozenset(request.skip[1:])) if skip and request.skip is not None else Hooks()
+    return graphshard.compile(
+        model,
+        group,
+        checkpoint=checkpoint,
+        capture_sizes=[SHAPE.batch_size],
+        device=request.device,
+        timeout_s=request.timeout_s,
+        hooks=hooks,
+        **request.choices,
+    )
+
+
+def _model(request: CompareRequest) -> tuple[Llama, Path | Mapping[str, torch.Tensor]]:
+    if request.model is not None:
+        folder = Path(request.model)
+        return load_llama(folder, SHAPE.batch_size), folder
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=256,
+        intermediate_size=512,
+        num_layers=request.layers,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=64,
+    )
+    return random_llama(config, max_batch_size=SHAPE.batch_size)
+
+
+def _write_inputs(runtime: Runtime) -> None:
+    """One token, at the first position."""
+    inputs = runtime.buffers(SHAPE, "input")
+    inputs["tokens"].fill_(1)
+    inputs["positions"].zero_()

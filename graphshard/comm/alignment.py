@@ -1,0 +1,149 @@
+"""How ranks keep together in steps: not at all (`Apart`, pull), or gather for gather (`lockstep.Lockstep`, nccl)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from graphshard.comm.group import Group
+from graphshard.core.errors import CommError
+
+IssueKind = Literal["outside", "eager", "graph"]
+"""Who issues gathers: the host beside a step, an eager step, a captured one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Awaited:
+    """What the host waits for, as errors say it."""
+
+    what: str
+    """`step 417 of shape 1x1 (graph)`"""
+    step: int
+    detail: Callable[[], str]
+    """More that is known when it is late, beginning with `; `, or nothing."""
+    name_op: Callable[[int], str] = "op {}".format
+    """`unit 12`, for the op whose gather is waited for."""
+    number: int = 0
+    """The last batch of gathers that has ended then (`Alignment.number`); 0: the last that was issued."""
+    is_all: bool = True
+    """Whether that batch has ended then; a loop waits for parts of one."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProgressWords:
+    """Addresses of two 32-bit words that gathers write: op index + 1 when one begins, and when it has ended."""
+
+    begun: int
+    ended: int
+
+
+class Watched(Protocol):
+    """What a watchdog does beside the calls of a runtime, with the runtime's lock held."""
+
+    def wait(self, waiter: Callable[[float], bool], awaited: Awaited) -> bool:
+        """See `Alignment.wait`."""
+
+    def look(self, awaited: Awaited, *, is_late: bool) -> None:
+        """One look at the peers while `awaited` runs; with `is_late` no more time is given.
+
+        Raises:
+            CommError: it will not end, or not with right bytes, and why. Peers have been told.
+        """
+
+    def keep(self, error: CommError) -> None:
+        """Nobody is there to raise `error`: the runtime's next call does."""
+
+
+class Alignment(Protocol):
+    """Between a runtime's steps and those of its peers. Used with the runtime's lock held."""
+
+    @property
+    def watched(self) -> Watched | None:
+        """What a watchdog is to look at, if steps that nobody waits for may need peers."""
+
+    @property
+    def broken(self) -> str | None:
+        """Why no more gathers can be issued; None if they can."""
+
+    @property
+    def progress(self) -> ProgressWords | None:
+        """Where gathers write how far they are; None if they do not."""
+
+    @property
+    def number(self) -> int:
+        """How many batches of gathers were issued, where they are counted."""
+
+    def check(self, what: str) -> None:
+        """Before `what` begins: CommError if this rank or a peer gave up."""
+
+    def must_drain(self, kind: IssueKind) -> bool:
+        """Whether all that was issued must have ended before gathers of `kind` are issued."""
+
+    def begin_step(self, step: int) -> None:
+        """Step number `step` begins on this rank."""
+
+    def issue(self, kind: IssueKind, units: Sequence[int], what: str) -> None:
+        """The gathers of `units` are about to be issued, in this order.
+
+        Raises:
+            CommError: a peer issued others at this place.
+        """
+
+    def wait(self, waiter: Callable[[float], bool], awaited: Awaited) -> bool:
+        """Let the host wait for what was issued: `waiter(seconds)` says whether it has ended. False if time is up.
+
+        Raises:
+            CommError: it will not end, or not with right bytes, and why.
+        """
+
+    def ended(self) -> None:
+        """All that was issued has ended: the streams are drained."""
+
+    def fail(self, error: BaseException, what: str) -> CommError | None:
+        """`what` could not be issued, so peers would wait in vain: tell them. The error to raise, if there is one."""
+
+    def agree_on_capture(self, group: Group, sequences: Sequence[tuple[str, str]]) -> None:
+        """Compare what is about to be captured, as (step shape, text of its gathers) in the order of capture."""
+
+
+class Apart:
+    """Each rank at its own pace: nobody waits for a peer, so nothing is compared."""
+
+    watched: Watched | None = None
+    broken: str | None = None
+    progress: ProgressWords | None = None
+    number = 0
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+
+    def check(self, what: str) -> None:
+        """Nothing can be wrong."""
+
+    def must_drain(self, kind: IssueKind) -> bool:
+        """Never: copies of any kind are ordered by streams alone."""
+        del kind
+        return False
+
+    def begin_step(self, step: int) -> None:
+        """Peers see finished steps only."""
+
+    def issue(self, kind: IssueKind, units: Sequence[int], what: str) -> None:
+        """Nobody need know."""
+
+    def wait(self, waiter: Callable[[float], bool], awaited: Awaited) -> bool:
+        """Once, for as long as the runtime waits for anything."""
+        del awaited
+        return waiter(self._timeout_s)
+
+    def ended(self) -> None:
+        """Nobody need know."""
+
+    def fail(self, error: BaseException, what: str) -> CommError | None:
+        """Peers are not concerned."""
+        del error, what
+        return None
+
+    def agree_on_capture(self, group: Group, sequences: Sequence[tuple[str, str]]) -> None:
+        """Captures are local."""

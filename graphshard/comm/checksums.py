@@ -1,0 +1,64 @@
+"""What ranks loaded, as a checksum a chunk: gathered bytes are compared with it, whatever brought them."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+from graphshard.comm.group import Group
+from graphshard.core.errors import CommError
+from graphshard.core.layout import Layout
+
+
+class ChunkChecksums:
+    """crc32 of every rank's chunk of every unit."""
+
+    def __init__(self, rank: int, layout: Layout, checksums: Sequence[Sequence[int]]) -> None:
+        """`checksums[rank][unit]`, of the bytes that were loaded."""
+        self._rank = rank
+        self._layout = layout
+        self._checksums = checksums
+
+    @staticmethod
+    def exchange(group: Group, layout: Layout, checksums: Sequence[int]) -> ChunkChecksums:
+        """From this rank's `checksums`, by unit (collective).
+
+        Raises:
+            CommError: a rank has another layout.
+        """
+        told: list[Any] = group.all_gather([layout.digest, list(checksums)], name="checksums")
+        unlike = [rank for rank, (value, _) in enumerate(told) if value[0] != layout.digest]
+        if unlike:
+            raise CommError(
+                f"layouts differ: rank {group.rank} has digest {layout.digest[:12]}, ranks {unlike} have others; "
+                "start all ranks with the same model and plan"
+            )
+        return ChunkChecksums(group.rank, layout, [value[1] for value, _ in told])
+
+    def verify_unit(self, unit: int, slot_view: memoryview, rank: int | None = None) -> None:
+        """Compare a gathered unit, or only `rank`'s chunk of it, with what its owners loaded.
+
+        `slot_view` are the slot's bytes, on the host.
+
+        Raises:
+            CommError: naming this rank, the source ranks whose chunks differ, and the unit.
+        """
+        found = [0] * len(self._checksums)
+        judged = range(len(self._checksums)) if rank is None else (rank,)
+        for copy in self._layout.units[unit].copies:
+            if copy.source_rank not in judged:
+                continue
+            for row in range(copy.rows):
+                begin = copy.slot_offset + row * copy.slot_pitch
+                found[copy.source_rank] = zlib.crc32(slot_view[begin : begin + copy.row_bytes], found[copy.source_rank])
+        expected = [checksums[unit] for checksums in self._checksums]
+        wrong = [source for source in judged if found[source] != expected[source]]
+        if wrong:
+            pairs = ", ".join(
+                f"{found[source]:08x} from rank {source} instead of {expected[source]:08x}" for source in wrong
+            )
+            raise CommError(
+                f"rank {self._rank} gathered other bytes of unit {unit} than their owners loaded: checksum {pairs}; "
+                "the shard was changed after load, or the mapping of that rank's memory is not what it exported"
+            )

@@ -1,0 +1,1 @@
+"""What `bench/gpu_check.sh` runs on one GPU, step by step; every check dry-runs on the host device."""
