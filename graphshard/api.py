@@ -103,11 +103,7 @@ def attach(
         check: poison slots, and name weights that are read outside their layer's call. Slow.
         own_loop: no hooks: the caller runs the layers, between `before_layer(i)` and `after_layer(i)` of `begin_step`.
         device: "host", or an open device.
-        hardware: as in `compile`.
-        timeout_s: the longest that the host waits for anything.
-        hooks: as in `compile`.
-        progress: as in `compile`.
-        choices: as in `compile`.
+        hardware, timeout_s, hooks, progress, choices: as in `compile`.
 
     Raises:
         SpecError: the module cannot be attached: on all ranks, before it is changed. Other errors as in `compile`.
