@@ -7,11 +7,9 @@ that were calibrated they go before any formula; formulas serve all else.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from graphshard.bench.calibrate import FAN_OUT_BYTES
-from graphshard.core.specs import ModelSpec
 from graphshard.cost.hardware import HardwareSpec, Link, Measured, MeasuredWhat
 from graphshard.cost.host_step import THREADED_PULL
 
@@ -27,12 +25,7 @@ SEGMENTS_OF: dict[str, MeasuredWhat] = {"replicated": "segment", "gathered": "se
 """What the segments of a run's steps are."""
 
 
-def named_model(spec: ModelSpec, folder: str) -> ModelSpec:
-    """The spec under the name by which its measured segments are kept: all llamas are called alike."""
-    return replace(spec, name=folder)
-
-
-def host_hardware(ranks: Sequence[Told], model: str, machine: Mapping[str, Any], memory_bytes: int) -> HardwareSpec:
+def host_hardware(ranks: Sequence[Told], machine: Mapping[str, Any], memory_bytes: int) -> HardwareSpec:
     """The machine that `ranks` measured; `machine` as `report.machine.machine_facts` gives it."""
     world_size = len(ranks)
     launch = _launch(ranks)
@@ -45,7 +38,7 @@ def host_hardware(ranks: Sequence[Told], model: str, machine: Mapping[str, Any],
     peaks = _peaks(gemms)
     compute, copy = (_mean(ranks, "contention", what) for what in ("compute", "copy"))
     l3 = int(machine.get("l3_bytes") or 0)
-    measured = [*_segments(ranks, model), *_gathers(ranks, world_size, handoff)]
+    measured = [*_segments(ranks), *_gathers(ranks, world_size, handoff)]
     measured += [Measured("gemm", key, us) for key, us in gemms.items()]
     measured += [Measured("gemm_cached", key, us) for key, us in cached.items()]
     return HardwareSpec(
@@ -80,7 +73,7 @@ def _launch(ranks: Sequence[Told]) -> dict[str, float]:
     return {**found, "op": found["cooperative"] / ranks[0]["launch"]["num_ops"]}
 
 
-def _segments(ranks: Sequence[Told], model: str) -> list[Measured]:
+def _segments(ranks: Sequence[Told]) -> list[Measured]:
     """Whole segments, from memory and from the cache; those that no gather precedes are the same in both."""
     found: dict[tuple[MeasuredWhat, tuple[int | str, ...]], list[float]] = {}
     for told in ranks:
@@ -89,7 +82,7 @@ def _segments(ranks: Sequence[Told], model: str) -> list[Measured]:
             if what is None:
                 continue
             for name, us in run["segments"].items():
-                found.setdefault((what, (model, name, run["batch_size"], 1)), []).append(us)
+                found.setdefault((what, (told["model"], name, run["batch_size"], 1)), []).append(us)
     for (what, key), each in list(found.items()):  # a step's first op has no beginning, so one run may lack it
         other: MeasuredWhat = "segment_cached" if what == "segment" else "segment"
         found.setdefault((other, key), each)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from graphshard.bench.calibrated import named_model
 from graphshard.bench.step_rows import label_of
 from graphshard.cli.common import Output
 from graphshard.cli.planning import ANY_DEVICE
@@ -42,8 +41,8 @@ class Predictor:
     ) -> None:
         from graphshard.models.llama import load_llama  # imports torch
 
-        spec = load_llama(folder, max_batch_size, cache_length).spec()
-        self._spec, self._hardware = named_model(spec, folder.name), hardware
+        self._spec = load_llama(folder, max_batch_size, cache_length).spec()
+        self._hardware = hardware
         self._facts, self._world_size = plain_facts(self._spec, world_size), world_size
 
     def step(self, batch_size: int, **options: Any) -> Prediction:

@@ -60,7 +60,7 @@ def command(
     }
     ranks = rank_values(out, ENTRY, world_size, request, RUN_TIMEOUT_S)
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    found = host_hardware(ranks, folder.name, machine_facts(), memory_bytes)
+    found = host_hardware(ranks, machine_facts(), memory_bytes)
     save_hardware(found, path)
     rows = _rows(found)
     out.say(table_of(rows, {"what": f"{world_size} ranks at once", "value": "value", "unit": "", "source": "source"}))

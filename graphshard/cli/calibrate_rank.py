@@ -48,6 +48,7 @@ def calibrate(group: Group, values: dict[str, Any]) -> dict[str, Any]:
         on_done(1)
         group.barrier("calibrated")
     return {
+        "model": model.spec().digest,
         "pieces": [{"run": run, "batch_size": size, **asdict(one)} for (run, size), one in pieces.items()],
         "copy_us": copies,
         "fan_out_us": fan_out,

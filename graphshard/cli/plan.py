@@ -26,11 +26,11 @@ prefetch_depth, num_units, num_slots, slot_bytes}. `part_bytes` {kda, mla, moe_p
 it sharded) and `plan` (the recommended one): {gross_bytes, freed_before_slots_bytes, slots_bytes, num_slots,
 num_units, largest_unit_bytes, freed_bytes, used_bytes, kv_tokens, ...}; `ledger` has each line of both. `fit` {fits,
 used_bytes, memory_bytes, routed_expert_bytes, least_ep}. `recommendation` {answer: full|partial|none|target, reasons,
-hides_from_tokens_per_rank, units, prefetch_depth, include, exposed_us (mean over the step shapes),
-exposed_us_by_shape, bound_us, rejected: [{setup, reason}]}. `by_step_shape`: step_us (replicated), full_exposed_us,
-hidden_freed_bytes, plan_us, plan_exposed_us, graph_nodes, ... `dual`: for each block {block, times, crossovers:
-[{first, second, tokens_per_group}]}: from so many tokens of all ranks on, `second` is no slower than `first`; null:
-never. Sizes are bytes of one rank.
+hides_from_tokens_per_rank, hides_between_tokens_per_rank [least, most] by published figures, units, prefetch_depth,
+include, exposed_us (mean over the step shapes), exposed_us_by_shape, bound_us, rejected: [{setup, reason}]}.
+`by_step_shape`: step_us (replicated), full_exposed_us, hidden_freed_bytes, plan_us, plan_exposed_us, graph_nodes, ...
+`dual`: for each block {block, times, crossovers: [{first, second, tokens_per_group}]}: from so many tokens of all
+ranks on, `second` is no slower than `first`; null: never. Sizes are bytes of one rank.
 
 Exit code 1: nothing is worth sharding."""
 

@@ -17,7 +17,8 @@ GIB = BYTE_UNITS["GiB"]
 
 
 def say_plan(out: Output, work: PlanWork) -> None:
-    """Everything, for people."""
+    """Everything, for people. A target that cannot be reached is an error before anything is said."""
+    fit, advice = fit_text(work.fit(work.chosen), work), advice_lines(work)
     ask, deployment = work.ask, work.ask.deployment
     out.say(
         f"{work.model.spec.name} on {deployment.world_size} ranks of {ask.hardware} (attention_dp "
@@ -34,9 +35,9 @@ def say_plan(out: Output, work: PlanWork) -> None:
     rows.append({"part": "total", "layers": None, "num_bytes": total, "gib": total / GIB})
     out.say(table_of(rows, {"part": "held alike by all ranks", "layers": "layers", "gib": "GiB"}))
     _say_ledger(out, work)
-    out.say(fit_text(work.fit(work.chosen), work))
+    out.say(fit)
     out.say()
-    for line in advice_lines(work):
+    for line in advice:
         out.say(line)
     if ask.hardware.kind == "host":
         out.say("on a host gathers take cores from compute, so little hides: go by the steps predicted for this plan")
@@ -123,7 +124,10 @@ def _say_frontier(out: Output, work: PlanWork) -> None:
         for one in shown
     ]
     out.say()
-    out.say(table_of(rows, columns, f"frontier, {len(shown)} of {len(points)} points (mean over the step shapes)"))
+    title = f"frontier, {len(shown)} of {len(points)} points (exposed: the mean over the step shapes)"
+    if work.target_bytes is None and len(work.ask.step_shapes) > 1:
+        title += f"; the recommended plan is sought at {work.advice.hardest} alone, where hiding is hardest"
+    out.say(table_of(rows, columns, title))
 
 
 def _say_by_shape(out: Output, work: PlanWork) -> None:
@@ -147,7 +151,8 @@ def _say_by_shape(out: Output, work: PlanWork) -> None:
         "exposed": "exposed",
     }
     out.say()
-    out.say(table_of(rows, columns, "by step shape (sequences x tokens of one rank)"))
+    title = "by step shape (sequences x tokens of one rank); exposed: compute waits. It is slower beside gathers, too"
+    out.say(table_of(rows, columns, title))
 
 
 def _say_dual(out: Output, table: DualTable) -> None:
@@ -213,6 +218,7 @@ def recommendation_json(work: PlanWork) -> dict[str, Any]:
             found["answer"] = "target"
         full = work.advice.full
         found["hides_from_tokens_per_rank"] = work.advice.hides_from
+        found["hides_between_tokens_per_rank"] = work.advice.hides_between
         found["full_exposed_us"], found["full_gather_us"] = full.exposed_us, full.gather_us
         found["mean_step_us"] = _mean_step_us(work)
     if residency is not None:

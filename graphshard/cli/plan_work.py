@@ -110,9 +110,11 @@ class PlanWork:
         """Reads the model.
 
         Raises:
-            SpecError: the model cannot be read, or the deployment does not divide it.
+            SpecError: the ranks are too many for the machine, the model cannot be read, or the deployment does not
+                divide it.
         """
         self.ask = ask
+        _check_domain(ask)
         self.model: PlanningModel = read_model(ask.source, ask.deployment, ask.draft)
         self.world_size = ask.deployment.world_size
         kind = ask.hardware.kind
@@ -365,6 +367,15 @@ class PlanWork:
             self._draft_layout,
         )
         return Planned(plan, layout, ledger)
+
+
+def _check_domain(ask: PlanAsk) -> None:
+    ranks, most = ask.deployment.world_size, ask.hardware.max_domain
+    if ranks > most:
+        raise SpecError(
+            f"{ranks} ranks cannot map each other's memory on {ask.hardware.name}: the largest shard group is {most}, "
+            f"so the nearest is --world-size {most}"
+        )
 
 
 def _in_bfloat16(block: Block) -> Block:

@@ -11,18 +11,15 @@ from typing import Any
 
 from graphshard.core.errors import SpecError
 from graphshard.core.layout import build_layout
-from graphshard.core.plan import Plan
 from graphshard.core.sizes import format_bytes
 from graphshard.core.specs import DeviceSpec, ModelSpec, StepShape
 from graphshard.cost.facts import ModelFacts
 from graphshard.cost.hardware import HardwareSpec
+from graphshard.cost.host_step import predict_step
 from graphshard.cost.problem import ResidencyRequest
 from graphshard.cost.recommend import HIDDEN_SHARE, recommend
 from graphshard.cost.residency import Residency, solve
-from graphshard.cost.segments import step_times
-from graphshard.cost.timeline import predict
 from graphshard.schedule.auto import make_plan
-from graphshard.schedule.emit import emit
 
 HOST_UNITS = ("weight", "layer")
 NUM_REASONS = 4
@@ -119,25 +116,11 @@ def _walked(request: ChooseRequest, options: dict[str, Any]) -> tuple[float, int
     """(mean predicted us of the step shapes, bytes that a rank reserves)."""
     plan = make_plan(request.model, request.world_size, request.device, step_shapes=request.step_shapes, **options)
     layout = build_layout(request.model, plan)
-    us = [predicted_us(request.model, request.facts, plan, shape, request.hardware) for shape in request.step_shapes]
+    us = [
+        predict_step(request.model, request.facts, plan, shape, request.hardware).duration_us
+        for shape in request.step_shapes
+    ]
     return sum(us) / len(us), layout.reserved_bytes(request.device.granularity_bytes)
-
-
-def predicted_us(
-    model: ModelSpec, facts: ModelFacts, plan: Plan, shape: StepShape, hardware: HardwareSpec, context_tokens: int = 1
-) -> float:
-    """One step of `plan` at `shape`, made, emitted, lowered and walked; in us."""
-    times = step_times(model, facts, shape, hardware, context_tokens)
-    prediction = predict(
-        emit(model, plan),
-        build_layout(model, plan),
-        times,
-        hardware,
-        transport=plan.transport,
-        executor=plan.executor,
-        num_copy_streams=plan.num_copy_streams,
-    )
-    return prediction.duration_us
 
 
 def _name(options: dict[str, Any]) -> str:

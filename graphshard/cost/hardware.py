@@ -20,7 +20,7 @@ HardwareKind = Literal["cuda", "host"]
 MeasuredWhat = Literal["gemm", "gemm_cached", "gather", "collective", "segment", "segment_cached"]
 """gemm (m, n, k, dtype) with its weight in memory, or `gemm_cached`: in a cache that a gather has just filled ·
 gather (transport, num_bytes, world_size) · collective (num_bytes, world_size) of activations ·
-segment, segment_cached (model, segment, batch_size, tokens_per_sequence), whole."""
+segment, segment_cached (digest of the ModelSpec, segment, batch_size, tokens_per_sequence), whole."""
 
 WIDER: dict[str, tuple[str, ...]] = {
     "float4_e2m1fn_x2": ("float8_e4m3fn", "bfloat16"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from dataclasses import replace
 
 from graphshard.core.errors import SpecError
 from graphshard.cost.hardware import HardwareSpec, Link
@@ -51,6 +52,7 @@ _COMMON_SOURCES = {
     "cache_bytes": "assumed: a unit is larger than what a copy engine leaves in L2",
     "cache_bytes_per_s": "not used without cache_bytes",
 }
+_LINK_OF = {"h100": "nvlink4", "h200": "nvlink4", "b200": "nvlink5", "gb200": "nvlink5", "gb300": "nvlink5"}
 _NVLINK = {
     "nvlink4": (350e9, 328e9, 5.3),
     "nvlink5": (650e9, 700e9, 5.3),
@@ -72,13 +74,13 @@ _NVLINK_SOURCES = {
 
 def _gpu(
     name: str,
-    link: str,
     memory_mib: int,
     memory_tb_per_s: float,
     teraflops: dict[str, float],
     max_domain: int,
     sheet: str,
 ) -> HardwareSpec:
+    link = _LINK_OF[name]
     link_rate, activation_rate, activation_t0_us = _NVLINK[link]
     return HardwareSpec(
         name=name,
@@ -117,7 +119,6 @@ PUBLISHED: dict[str, HardwareSpec] = {
     for spec in (
         _gpu(
             "h100",
-            "nvlink4",
             81559,
             3.35,
             {"bfloat16": 989.4, "float8_e4m3fn": 1978.9, "float32": 66.9},
@@ -126,7 +127,6 @@ PUBLISHED: dict[str, HardwareSpec] = {
         ),
         _gpu(
             "h200",
-            "nvlink4",
             143771,
             4.8,
             {"bfloat16": 989.4, "float8_e4m3fn": 1978.9, "float32": 66.9},
@@ -135,7 +135,6 @@ PUBLISHED: dict[str, HardwareSpec] = {
         ),
         _gpu(
             "b200",
-            "nvlink5",
             183359,
             8.0,
             {"bfloat16": 2250.0, "float8_e4m3fn": 4500.0, "float4_e2m1fn_x2": 9000.0, "float32": 75.0},
@@ -144,7 +143,6 @@ PUBLISHED: dict[str, HardwareSpec] = {
         ),
         _gpu(
             "gb200",
-            "nvlink5",
             189471,
             8.0,
             {"bfloat16": 2500.0, "float8_e4m3fn": 5000.0, "float4_e2m1fn_x2": 10000.0, "float32": 80.0},
@@ -153,7 +151,6 @@ PUBLISHED: dict[str, HardwareSpec] = {
         ),
         _gpu(
             "gb300",
-            "nvlink5",
             284208,
             8.0,
             {"bfloat16": 2500.0, "float8_e4m3fn": 5000.0, "float4_e2m1fn_x2": 15000.0, "float32": 80.0},
@@ -162,6 +159,27 @@ PUBLISHED: dict[str, HardwareSpec] = {
         ),
     )
 }
+
+
+def published_ends(machine: HardwareSpec) -> tuple[HardwareSpec, HardwareSpec] | None:
+    """A published machine where least hides and where most does; None for any other machine.
+
+    Least: the slowest published gathers, and gemms as much faster as GB300_TOLERANCE allows. Most: the reverse.
+    """
+    if machine != PUBLISHED.get(machine.name):
+        return None
+    low, high = LINK_RANGES[_LINK_OF[machine.name]]
+    faster = 1 + GB300_TOLERANCE
+    return _moved(machine, low, faster), _moved(machine, high, 1 / faster)
+
+
+def _moved(machine: HardwareSpec, link_bytes_per_s: float, faster: float) -> HardwareSpec:
+    return replace(
+        machine,
+        links=tuple(replace(link, bytes_per_s=link_bytes_per_s) for link in machine.links),
+        memory_efficiency=machine.memory_efficiency * faster,
+        gemm_efficiency=machine.gemm_efficiency * faster,
+    )
 
 
 def hardware(name: str) -> HardwareSpec:

@@ -11,6 +11,7 @@ from graphshard.core.sizes import format_bytes
 from graphshard.core.specs import StepShape
 from graphshard.cost.frontier import Frontier, frontier
 from graphshard.cost.problem import Outcome, Problem, ResidencyRequest, Setup
+from graphshard.cost.published import published_ends
 from graphshard.cost.residency import Residency
 
 Answer = Literal["full", "partial", "none"]
@@ -30,10 +31,14 @@ class Recommendation:
     reasons: tuple[str, ...]
     full: Outcome
     """Everything sharded."""
+    hardest: StepShape
+    """Where a full gather exposes the largest share of the step: the plan is sought there."""
     residency: Residency | None
     """The plan to run; None: nothing to shard."""
     hides_from: int | None
     """Tokens a rank from which everything sharded is hidden; None: not up to MAX_TOKENS."""
+    hides_between: tuple[int | None, int | None] | None
+    """The same with a published machine's most and least favourable figures; None: the machine is no published one."""
 
     def lines(self) -> list[str]:
         """For people."""
@@ -66,15 +71,15 @@ def recommend(request: ResidencyRequest, max_share: float = HIDDEN_SHARE) -> Rec
         why = f"it is hidden here: {advice.exposed_text(full)}"
         most = max(full.freed_bytes, partial.freed_bytes)
         residency = advice.front.residency(most) if most > 0 else None
-        return Recommendation("full", (how_far, why), full, residency, advice.hides_from)
+        return advice.recommend("full", (how_far, why), residency)
     why = f"no full gather at {_shapes_text(request)}: it would have {advice.exposed_text(full)}"
     if partial.freed_bytes <= 0:
         nothing = f"nothing smaller is hidden within {max_share:.0%} of the step either: keep every weight resident"
-        return Recommendation("none", (how_far, why, nothing), full, None, advice.hides_from)
+        return advice.recommend("none", (how_far, why, nothing), None)
     residency = advice.front.residency(partial.freed_bytes)
     freed = format_bytes(partial.freed_bytes)
     part = f"a part is hidden: {freed} a rank are freed, net of slots, with {advice.exposed_text(residency.outcome)}"
-    return Recommendation("partial", (how_far, why, part), full, residency, advice.hides_from)
+    return advice.recommend("partial", (how_far, why, part), residency)
 
 
 class _Advice:
@@ -90,6 +95,16 @@ class _Advice:
         only = tuple(float(index == self.hardest) for index in range(len(shares)))
         self.front: Frontier = frontier(replace(request, shape_weights=only), NUM_POINTS)
 
+    def recommend(self, answer: Answer, reasons: tuple[str, ...], residency: Residency | None) -> Recommendation:
+        """The answer with what holds for any."""
+        return Recommendation(
+            answer, reasons, self.full, self._hardest_shape, residency, self.hides_from, self.hides_between
+        )
+
+    @property
+    def _hardest_shape(self) -> StepShape:
+        return self.request.step_shapes[self.hardest]
+
     def is_hidden(self, outcome: Outcome) -> bool:
         """At every step shape."""
         pairs = zip(outcome.exposed_by_shape, self.steps_us, strict=True)
@@ -102,7 +117,7 @@ class _Advice:
     def exposed_text(self, outcome: Outcome) -> str:
         """What it exposes at the hardest step shape."""
         us, step = outcome.exposed_by_shape[self.hardest], self.steps_us[self.hardest]
-        shape = self.request.step_shapes[self.hardest]
+        shape = self._hardest_shape
         tokens = shape.batch_size * shape.tokens_per_sequence
         return f"{us / 1e3:,.2f} ms exposed in a step of {step / 1e3:,.1f} ms ({us / step:.0%}) at {tokens:,} tokens"
 
@@ -111,11 +126,30 @@ class _Advice:
         """Tokens a rank from which a full gather is hidden."""
         return hides_from(self.request, self.max_share)
 
+    @cached_property
+    def hides_between(self) -> tuple[int | None, int | None] | None:
+        """`hides_from` at either end of what was published for the machine."""
+        ends = published_ends(self.request.hardware)
+        if ends is None:
+            return None
+        least, most = (hides_from(replace(self.request, hardware=one), self.max_share) for one in ends)
+        return most, least
+
     def threshold_text(self) -> str:
         """From where on it hides."""
         if self.hides_from is None:
             return f"up to {MAX_TOKENS:,} tokens a rank no step is long enough to hide it"
-        return f"it hides from about {_rounded(self.hides_from):,} tokens a rank"
+        text = f"it hides from about {_rounded(self.hides_from):,} tokens a rank"
+        if self.hides_between is None:
+            return text
+        low, high = (f"{_rounded(one):,}" if one else f"over {MAX_TOKENS:,}" for one in self.hides_between)
+        ends = published_ends(self.request.hardware)
+        assert ends is not None, "hides_between has two ends"
+        slow, fast = (one.link(self.request.transport).bytes_per_s / 1e9 for one in ends)
+        return (
+            f"{text}: {low} with gathers at {fast:.0f} GB/s and slow gemms, {high} at {slow:.0f} GB/s and fast ones, "
+            "as far as published figures differ"
+        )
 
 
 def full_gather(problem: Problem) -> Outcome:

@@ -74,32 +74,41 @@ def step_times(
     Raises:
         SpecError: the hardware has no rate for a gemm's dtype, or the facts are not this model's.
     """
-    coster = _Coster(facts, shape, hardware, context_tokens, memory_share(hardware) if share is None else share)
-    return StepTimes(shape, tuple(coster.segment(model.name, segment) for segment in model.segments))
+    share = memory_share(hardware) if share is None else share
+    coster = _Coster(model, facts, shape, hardware, context_tokens, share)
+    return StepTimes(shape, tuple(coster.segment(segment) for segment in model.segments))
 
 
 class _Coster:
     """Costs of one step shape; equal weights are computed once."""
 
     def __init__(
-        self, facts: ModelFacts, shape: StepShape, hardware: HardwareSpec, context_tokens: int, share: float
+        self,
+        model: ModelSpec,
+        facts: ModelFacts,
+        shape: StepShape,
+        hardware: HardwareSpec,
+        context_tokens: int,
+        share: float,
     ) -> None:
         self.facts, self.shape, self.hardware = facts, shape, hardware
         self.context_tokens, self.share = context_tokens, share
         self.tokens = shape.batch_size * shape.tokens_per_sequence
         self.layer_of: Mapping[str, LayerFact] = {layer.segment: layer for layer in facts.layers}
+        self.model_key = model.digest if hardware.measured else ""
+        self.last_reader = {name: segment.path for segment in model.segments for name in segment.reads}
         self.done: dict[tuple[object, ...], SegmentTime] = {}
         self.exchanged: set[int] = set()
 
-    def segment(self, model: str, segment: SegmentSpec) -> SegmentTime:
+    def segment(self, segment: SegmentSpec) -> SegmentTime:
         """The sum of what it does; whole segments that were measured go first."""
         shape = (self.shape.batch_size, self.shape.tokens_per_sequence)
-        measured = self.hardware.look_up("segment", model, segment.name, *shape)
+        measured = self.hardware.look_up("segment", self.model_key, segment.name, *shape)
         if measured is not None:
-            cached = self.hardware.look_up("segment_cached", model, segment.name, *shape)
+            cached = self.hardware.look_up("segment_cached", self.model_key, segment.name, *shape)
             slowed = measured * self.hardware.overlap_compute
             return SegmentTime(measured, slowed, measured if cached is None else cached)
-        parts = [self.weight(self.facts.weight(name)) for name in segment.reads]
+        parts = [self.read(segment, self.facts.weight(name)) for name in segment.reads]
         if segment.path in self.layer_of:
             parts.append(self.attention(self.layer_of[segment.path]))
         routed = next((name for name in segment.reads if self.facts.weight(name).rows == "routed"), None)
@@ -111,6 +120,12 @@ class _Coster:
             sum(part.shared_us for part in parts),
             sum(part.cached_us for part in parts),
         )
+
+    def read(self, segment: SegmentSpec, fact: WeightFact) -> SegmentTime:
+        """What `segment` does with a weight. A tied head is looked up by its first readers, multiplied by the last."""
+        if fact.role == "head" and self.last_reader[fact.weight] != segment.path:
+            return self._elementwise()
+        return self.weight(fact)
 
     def weight(self, fact: WeightFact) -> SegmentTime:
         """Its gemms, and the sum over ranks that tensor parallelism needs after them."""

@@ -7,22 +7,23 @@ from typing import Any
 
 import pytest
 
-from graphshard.bench.calibrated import host_hardware, named_model
+from graphshard.bench.calibrated import host_hardware
 from graphshard.bench.pieces import split_segments
 from graphshard.core.layout import build_layout
 from graphshard.core.lowering import Compute, lower
 from graphshard.core.ops import Gemm
-from graphshard.core.specs import DeviceSpec, ModelSpec, StepShape
+from graphshard.core.specs import DeviceSpec, StepShape
 from graphshard.cost.hardware import HardwareSpec
 from graphshard.cost.hardware_file import load_hardware, save_hardware
 from graphshard.cost.host_step import THREADED_PULL, predict_step
 from graphshard.cost.plain import plain_facts
+from graphshard.cost.segments import step_times
 from graphshard.schedule.auto import make_plan
 from graphshard.schedule.emit import emit
 from graphshard.schedule.synthetic import synthetic_model
 from graphshard.verify import verify
 
-MODEL = named_model(synthetic_model(3, (("up", (1024, 512)), ("down", (512, 1024)))), "mine")
+MODEL = synthetic_model(3, (("up", (1024, 512)), ("down", (512, 1024))))
 HOST = DeviceSpec("host", "host", memory_bytes=2**40)
 SHAPE = StepShape(1)
 UNIT = MODEL.weights[0].num_bytes
@@ -38,6 +39,7 @@ def told(slower: float) -> dict[str, Any]:
         return {"run": name, "batch_size": 1, "segments": segments, "gathers": gathers, "step_us": 0.0}
 
     return {
+        "model": MODEL.digest,
         "pieces": [run("replicated", SEGMENT_US, {}), run("gathered", CACHED_US, {UNIT: GATHER_US * slower})],
         "copy_us": {2**16: 10.0, 2**20: 100.0, 2**22: 390.0},
         "fan_out_us": {1: 1000.0, 2: 700.0},
@@ -55,7 +57,7 @@ def told(slower: float) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def machine() -> HardwareSpec:
     facts = {"cores": 2, "cpu": "test", "l3_bytes": 4 * 4 * UNIT}
-    return host_hardware([told(0.9), told(1.1)], "mine", facts, 2**34)
+    return host_hardware([told(0.9), told(1.1)], facts, 2**34)
 
 
 def step_us(machine: HardwareSpec, **options: Any) -> float:
@@ -64,7 +66,7 @@ def step_us(machine: HardwareSpec, **options: Any) -> float:
 
 
 def test_figures_are_means_over_ranks_and_a_round_trip(machine: HardwareSpec, tmp_path: Path) -> None:
-    assert machine.look_up("segment", "mine", MODEL.segments[0].name, 1, 1) == pytest.approx(SEGMENT_US)
+    assert machine.look_up("segment", MODEL.digest, MODEL.segments[0].name, 1, 1) == pytest.approx(SEGMENT_US)
     assert machine.look_up("gather", "pull", UNIT, 2) == pytest.approx(GATHER_US)
     assert machine.look_up("gather", THREADED_PULL, UNIT, 2) == pytest.approx(GATHER_US + HANDOFF_US)
     assert machine.derate[-1] == (2**21, 1.0) and machine.derate[0][1] < 1.0
@@ -97,6 +99,10 @@ def test_every_segment_is_a_gemm_of_its_own_and_the_list_is_still_sound() -> Non
     verify({SHAPE: split}, build_layout(MODEL, plan), model=MODEL).raise_if_bad()
 
 
-def test_a_name_keeps_segments_of_one_checkpoint_apart() -> None:
-    renamed = named_model(MODEL, "other")
-    assert isinstance(renamed, ModelSpec) and renamed.name == "other" and renamed.segments == MODEL.segments
+def test_measured_segments_are_those_of_the_model_that_was_measured(machine: HardwareSpec) -> None:
+    """Models of one name and other shapes have segments of the same names."""
+    name = MODEL.segments[0].name
+    other = synthetic_model(3, (("up", (2048, 512)), ("down", (512, 2048))))
+    assert other.name == MODEL.name and other.segments[0].name == name
+    mine, theirs = (step_times(model, plain_facts(model, 2), SHAPE, machine).segments[0] for model in (MODEL, other))
+    assert mine.alone_us == pytest.approx(SEGMENT_US) and theirs.alone_us != mine.alone_us

@@ -12,6 +12,7 @@ from small_llama import CONFIG, write_small_llama
 from graphshard.cost.hardware import HardwareSpec
 from graphshard.cost.hardware_file import load_hardware
 from graphshard.cost.host_step import THREADED_PULL
+from graphshard.models.llama import load_llama
 from graphshard.report.perfetto import PREDICTED_PID
 
 SEGMENTS = {"embed", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "head"}
@@ -37,10 +38,11 @@ def machine(calibrated: tuple[Answer, Path]) -> HardwareSpec:
 
 
 @pytest.mark.slow
-def test_the_file_has_every_segment_at_every_batch_size(machine: HardwareSpec) -> None:
+def test_the_file_has_every_segment_at_every_batch_size(machine: HardwareSpec, small: Path) -> None:
+    digest = load_llama(small, 1).spec().digest
     for what in ("segment", "segment_cached"):
         keys = {one.key for one in machine.measured if one.what == what}
-        assert keys == {("small", name, batch, 1) for name in SEGMENTS for batch in (1, 3)}
+        assert keys == {(digest, name, batch, 1) for name in SEGMENTS for batch in (1, 3)}
     assert all(one.us >= 0 for one in machine.measured)
     gathers = {one.key[0] for one in machine.measured if one.what == "gather"}
     assert gathers == {"pull", THREADED_PULL}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -57,7 +59,10 @@ def test_what_does_not_fit_is_said_with_the_least_ep_that_does(k3: dict[str, Any
 
 def test_a_full_gather_hides_from_about_a_thousand_tokens_and_a_part_earlier(k3: dict[str, Any]) -> None:
     advice = k3["recommendation"]
-    assert 500 <= advice["hides_from_tokens_per_rank"] <= 1500
+    least, most = advice["hides_between_tokens_per_rank"]
+    assert least < advice["hides_from_tokens_per_rank"] < most and least < 1000 <= most * 1.1, (
+        "about 1k: within a tenth"
+    )
     assert advice["answer"] == "partial" and 0 < advice["freed_bytes"] < k3["full"]["freed_bytes"]
     by_tokens = {row["tokens_per_rank"]: row for row in k3["by_step_shape"]}
     assert by_tokens[1024]["full_is_hidden"] and not by_tokens[256]["full_is_hidden"]
@@ -99,6 +104,15 @@ def test_targets_are_met() -> None:
     assert code == 0 and found["ledger"]["plan"]["kv tokens"] >= tokens - 4096  # the last request may be shorter
 
 
+def test_k3_is_planned_without_torch() -> None:
+    """On a laptop that has neither torch nor transformers."""
+    refuse = "import sys; sys.modules.update(torch=None, transformers=None)"
+    ask = ["graphshard", "plan", "kimi-k3", "--weights", "fp8", "--tokens-per-rank", "8"]
+    code = f"{refuse}; sys.argv = {ask}; from graphshard.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "recommended: partial" in done.stderr + done.stdout, done.stderr
+
+
 def test_a_draft_has_slots_of_its_own() -> None:
     _, found, _ = plan(*LLAMA, "--draft", CONFIGS / "qwen3-0.6b")
     assert found["full"]["draft_slots_bytes"] > 0
@@ -114,7 +128,8 @@ def test_one_rank_has_nothing_to_shard_and_the_answer_is_no() -> None:
     "options, parts",
     [
         (["--world-size", 0], ["world_size is 0", "nearest is world_size 1"]),
-        (["--world-size", 16], ["largest shard group is 8"]),
+        (["--world-size", 16], ["largest shard group is 8", "the nearest is --world-size 8"]),
+        (["--world-size", 4096], ["the nearest is --world-size 8"]),
         (["--tp", 3], ["tp 3 does not divide world_size 4", "use tp 2"]),
         (["--hardware", "b300"], ["unknown hardware 'b300'", "did you mean", "b200"]),
         (["--hardware", "no/such.json"], ["cannot read the hardware file no/such.json"]),
@@ -127,12 +142,12 @@ def test_one_rank_has_nothing_to_shard_and_the_answer_is_no() -> None:
 def test_errors_are_one_sentence_with_the_nearest_that_works(options: list[Any], parts: list[str]) -> None:
     answer = here("plan", *LLAMA, *options)
     assert answer.code == 2
-    last = answer.err.strip().splitlines()[-1]
-    assert last.startswith("SpecError: ") and all(part in last for part in parts), last
+    (only,) = answer.err.strip().splitlines()
+    assert only.startswith("SpecError: ") and all(part in only for part in parts), only
 
 
 def test_experts_that_do_not_divide_name_the_nearest_ep() -> None:
-    answer = here("plan", "kimi-k3", "--world-size", 100)
+    answer = here("plan", "kimi-k3", "--ep", 100)
     assert answer.code == 2 and "use ep 64" in answer.err
 
 

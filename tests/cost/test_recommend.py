@@ -12,7 +12,9 @@ from graphshard.core.errors import SpecError
 from graphshard.core.layout import build_layout
 from graphshard.core.specs import DeviceSpec, StepShape
 from graphshard.cost.choose import ChooseRequest, choose
+from graphshard.cost.facts import ModelFacts
 from graphshard.cost.hardware import HardwareSpec, Link, Measured
+from graphshard.cost.host_step import THREADED_PULL, predict_step
 from graphshard.cost.patterns import exact_patterns
 from graphshard.cost.plain import plain_facts
 from graphshard.cost.problem import ResidencyRequest
@@ -123,17 +125,43 @@ def test_one_rank_keeps_all() -> None:
 def test_measured_segments_go_first() -> None:
     """A host's whole segments, measured with weights in memory and in the cache, decide."""
     entries = tuple(
-        Measured(what, ("small", segment, batch, 1), us)
+        Measured(what, (LARGER.digest, segment, batch, 1), us)
         for segment in ("s0", "s1")
         for batch in (1, 16)
         for what, us in (("segment", 100.0), ("segment_cached", 1.0))
     )
     host = replace(machine(), kind="host", cache_bytes=80 * 1024, measured=entries)
-    options, reasons = made(host, replace(HOST, spare_cores=1))
+    options, reasons = made(host, HOST)
     assert options == {"units": "weight", "prefetch_depth": 0, "executor": "cooperative"}
     gathers_ms = 6 * (2 * 3.0 + (1200 + 1100) * 64 / 0.4e9 * 1e6) / 1e3
     assert f"{gathers_ms + 12 * 1e-3:.2f} ms a step" in reasons[0]
-    assert "not units weight, prefetch_depth 1, threaded" in " ".join(reasons)
+
+
+def test_auto_takes_the_shortest_step_that_bench_predicts() -> None:
+    """`bench step --predict` walks threaded steps with a copy thread's wake-up and a shared cache; so does `auto`."""
+    spare = replace(HOST, spare_cores=1)
+    plain = replace(machine(), kind="host", cache_bytes=80 * 1024, cache_bytes_per_s=4e9)
+    candidates: list[dict[str, Any]] = [
+        {"units": units, "prefetch_depth": depth, "executor": executor}
+        for units in ("weight", "layer")
+        for depth, executor in ((0, "cooperative"), (1, "threaded"))
+    ]
+    found = []
+    for wake_up_us in (0.0, 5000.0):
+        host = replace(plain, links=(*plain.links, Link(THREADED_PULL, 0.4e9, 3.0 + wake_up_us)))
+        facts = plain_facts(LARGER, 2)
+
+        def step_us(options: dict[str, Any], host: HardwareSpec = host, facts: ModelFacts = facts) -> float:
+            plan = make_plan(LARGER, 2, spare, **options)
+            us = [predict_step(LARGER, facts, plan, shape, host).duration_us for shape in (StepShape(1), StepShape(16))]
+            return sum(us) / 2
+
+        shapes = (StepShape(1), StepShape(16))
+        chosen = choose(ChooseRequest(LARGER, facts, host, spare, 2, shapes))
+        best = min(candidates, key=step_us)
+        assert chosen.options == best and f"{step_us(best) / 1e3:.2f} ms a step predicted" in chosen.reasons[0]
+        found.append(best["executor"])
+    assert found == ["threaded", "cooperative"]
 
 
 def test_plain_facts_of_a_spec() -> None:

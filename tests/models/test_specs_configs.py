@@ -15,9 +15,12 @@ pytest.importorskip("transformers")
 
 from graphshard.core.errors import SpecError
 from graphshard.core.layout import build_layout
-from graphshard.core.specs import DeviceSpec
+from graphshard.core.specs import DeviceSpec, StepShape
 from graphshard.cost.deployment import Deployment
 from graphshard.cost.facts import PlanningModel
+from graphshard.cost.kernels import gemm_us
+from graphshard.cost.published import hardware
+from graphshard.cost.segments import step_times
 from graphshard.models.specs.read import read_model
 from graphshard.schedule.auto import make_plan
 
@@ -259,6 +262,12 @@ def test_what_cannot_be_read_names_the_key(tmp_path: Path, keys: dict[str, Any],
     assert "\n" not in str(caught.value)
 
 
+def test_a_token_is_sent_to_experts_that_exist(tmp_path: Path) -> None:
+    path = changed(tmp_path, "mixtral-8x7b", num_experts_per_tok=9)
+    with pytest.raises(SpecError, match="sends a token to 9 of the 8 routed experts of .*: there are at most 8"):
+        read_model(path, Deployment(8))
+
+
 def test_an_unknown_quantisation_may_be_replaced(tmp_path: Path) -> None:
     path = changed(tmp_path, "qwen3-0.6b", quantization_config={"quant_method": "awq"})
     model = read_model(path, Deployment(8, weights="fp8"))
@@ -284,3 +293,12 @@ def test_no_such_model(tmp_path: Path) -> None:
 
 def test_the_text_decoder_of_a_model_with_vision() -> None:
     assert read("gemma-3-4b").facts.notes == ("the text decoder alone: encoders of other inputs are left out",)
+
+
+def test_only_the_head_pays_for_multiplying_by_a_tied_weight() -> None:
+    model = read("smollm2-135m")
+    machine = hardware("b200")
+    times = step_times(model.spec, model.facts, StepShape(1), machine).segments
+    embed, head = times[0].alone_us, times[-1].alone_us
+    gemm = gemm_us(1, 49152, 576, model.spec.weight("model.embed_tokens.weight").dtype, machine)
+    assert head >= gemm > 2 * embed > 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from graphshard.core.errors import SpecError
 from graphshard.core.specs import ModelSpec, WeightSpec
 from graphshard.cost.deployment import Deployment
 from graphshard.cost.facts import ModelFacts, PlanningModel, Rows, WeightFact
@@ -20,11 +21,17 @@ def assemble(model: Parts, deployment: Deployment) -> PlanningModel:
     """What one rank of `deployment` holds of `model`, with the decision and the costs of each weight.
 
     Raises:
-        SpecError: the deployment does not divide the model, or a pattern names nothing or what cannot be sharded.
+        SpecError: a token is sent to more experts than there are, the deployment does not divide the model, or a
+            pattern names nothing or what cannot be sharded.
     """
     check_heads(model.num_heads, deployment, model.name)
     weights, facts = [], []
     for part in model.parts:
+        if part.top_k > part.num_experts:
+            raise SpecError(
+                f"{model.name} sends a token to {part.top_k} of the {part.num_experts} routed experts of {part.block}: "
+                f"there are at most {part.num_experts}; correct the config"
+            )
         held = held_by_a_rank(part, deployment)
         weight = WeightSpec(part.name, held.shape, kept_dtype(part, deployment.weights))
         weights.append(weight)
