@@ -119,7 +119,8 @@ class _Advice:
         us, step = outcome.exposed_by_shape[self.hardest], self.steps_us[self.hardest]
         shape = self._hardest_shape
         tokens = shape.batch_size * shape.tokens_per_sequence
-        return f"{us / 1e3:,.2f} ms exposed in a step of {step / 1e3:,.1f} ms ({us / step:.0%}) at {tokens:,} tokens"
+        at = "1 token" if tokens == 1 else f"{tokens:,} tokens"
+        return f"{us / 1e3:,.2f} ms exposed in a step of {step / 1e3:,.1f} ms ({us / step:.0%}) at {at}"
 
     @cached_property
     def hides_from(self) -> int | None:

@@ -14,6 +14,7 @@ CONFIGS = Path(__file__).parent.parent / "data" / "configs"
 NAMES = sorted(path.name for path in CONFIGS.iterdir())
 LARGE = {
     "deepseek-v3",
+    "gemma-2-9b",
     "glm-4.5-air",
     "gpt-oss-120b",
     "kimi-linear-48b-a3b",

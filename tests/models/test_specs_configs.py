@@ -264,7 +264,7 @@ def test_what_cannot_be_read_names_the_key(tmp_path: Path, keys: dict[str, Any],
 
 def test_a_token_is_sent_to_experts_that_exist(tmp_path: Path) -> None:
     path = changed(tmp_path, "mixtral-8x7b", num_experts_per_tok=9)
-    with pytest.raises(SpecError, match="sends a token to 9 of the 8 routed experts of .*: there are at most 8"):
+    with pytest.raises(SpecError, match=r"sends a token to 9 of the 8 routed experts of .*: there are at most 8"):
         read_model(path, Deployment(8))
 
 
