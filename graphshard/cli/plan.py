@@ -78,7 +78,8 @@ def command(out: Output, plot: Path | None, **options: Any) -> bool:
 
 def _ask(options: dict[str, Any]) -> PlanAsk:
     """The options as `PlanAsk`."""
-    from graphshard.cli.plan_work import PlanAsk, named_hardware
+    from graphshard.cli.plan_work import PlanAsk
+    from graphshard.cost.hardware_file import named_hardware
 
     targets = ("free", "memory_limit", "kv_tokens")
     given = [f"--{name.replace('_', '-')}" for name in targets if options[name] is not None]

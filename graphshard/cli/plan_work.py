@@ -18,12 +18,10 @@ from graphshard.cost.dual import Block, DualEstimate, DualTimes, blocks_of
 from graphshard.cost.facts import PlanningModel
 from graphshard.cost.frontier import Frontier, frontier
 from graphshard.cost.hardware import HardwareSpec
-from graphshard.cost.hardware_file import load_hardware
 from graphshard.cost.host_step import predict_step
 from graphshard.cost.ledger import Ledger, Overheads, PartTotal, make_ledger, shardable_by_part
 from graphshard.cost.patterns import exact_patterns
 from graphshard.cost.problem import ResidencyRequest
-from graphshard.cost.published import PUBLISHED, hardware
 from graphshard.cost.recommend import HIDDEN_SHARE, Recommendation, recommend
 from graphshard.cost.residency import Residency, bytes_for_kv_tokens
 from graphshard.cost.segments import step_times
@@ -55,17 +53,6 @@ class PlanAsk:
     """Of one rank's chunks, slots and resident weights."""
     kv_tokens: int | None = None
     """Cached tokens that a rank is to have room for, in all."""
-
-
-def named_hardware(name: str) -> HardwareSpec:
-    """A published machine, or the one that a file describes.
-
-    Raises:
-        SpecError: neither; lists the known names, the nearest first.
-    """
-    if name.lower() in PUBLISHED or not (Path(name).exists() or "/" in name or name.endswith(".json")):
-        return hardware(name)
-    return load_hardware(name)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from graphshard.core.sizes import parse_bytes
 from graphshard.core.specs import DeviceSpec, ModelSpec, StepShape
 from graphshard.cost.choose import ChooseRequest, choose
 from graphshard.cost.hardware import HardwareSpec
-from graphshard.cost.hardware_file import load_hardware
+from graphshard.cost.hardware_file import named_hardware
 from graphshard.cost.plain import plain_facts
 from graphshard.cost.published import PUBLISHED, hardware
 from graphshard.schedule.auto import make_plan
@@ -85,6 +85,4 @@ def read_figures(source: HardwareSpec | str | Path | None) -> HardwareSpec | Non
     """
     if source is None or isinstance(source, HardwareSpec):
         return source
-    if isinstance(source, str) and source.lower() in PUBLISHED:
-        return hardware(source)
-    return load_hardware(source)
+    return named_hardware(source)

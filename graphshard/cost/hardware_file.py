@@ -16,6 +16,7 @@ from typing import Any, get_args
 
 from graphshard.core.errors import SpecError
 from graphshard.cost.hardware import HardwareKind, HardwareSpec, Link, Measured, MeasuredWhat
+from graphshard.cost.published import PUBLISHED, hardware
 
 FORMAT = "graphshard-hardware-1"
 
@@ -36,6 +37,18 @@ def hardware_json(spec: HardwareSpec) -> dict[str, Any]:
 def save_hardware(spec: HardwareSpec, path: str | Path) -> None:
     """Write `spec` to `path`; `load_hardware` reads an equal one back."""
     Path(path).write_text(json.dumps(hardware_json(spec), indent=1) + "\n")
+
+
+def named_hardware(name: str | Path) -> HardwareSpec:
+    """A published machine, or the one that a file describes.
+
+    Raises:
+        SpecError: neither; lists the known names, the nearest first.
+    """
+    is_file = isinstance(name, Path) or Path(name).exists() or "/" in name or name.endswith(".json")
+    if isinstance(name, str) and (name.lower() in PUBLISHED or not is_file):
+        return hardware(name)
+    return load_hardware(name)
 
 
 def load_hardware(path: str | Path) -> HardwareSpec:

@@ -71,3 +71,5 @@ def test_figures_come_by_name_or_from_a_file(tmp_path: Path) -> None:
     assert read_figures(None) is None
     with pytest.raises(SpecError, match="cannot read the hardware file"):
         read_figures(tmp_path / "none.json")
+    with pytest.raises(SpecError, match="unknown hardware 'h101': did you mean h100"):
+        read_figures("h101")
