@@ -30,7 +30,7 @@ def test_lists_do_not_depend_on_the_order_of_dicts_or_on_hash_seeds(parted: list
     told = parted[0].value["told"]
     assert len({str(rank["hash"]) for rank in told}) == 4, "each rank has a hash seed of its own"
     assert len({str(rank["order"]) for rank in told}) > 1 and len({str(sorted(rank["order"])) for rank in told}) == 1
-    assert len({str(rank["digests"]) for rank in told}) == 1 and len({rank["list"] for rank in told}) == 1
+    assert len({str(rank["digests"]) for rank in told}) == 1 and len({str(rank["lists"]) for rank in told}) == 1
 
 
 def test_survivors_go_on_and_close_when_peers_are_gone(parted: list[Outcome]) -> None:
