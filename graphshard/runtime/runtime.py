@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from functools import partial
 from types import TracebackType
 
@@ -140,7 +139,8 @@ class Runtime(Stepping):
 
         As collective as the transport's gathers are; takes the capture lock for each segment.
         """
-        return self._compute.captured(shape, bound.computes, self.gather_now, lambda: self._capture_lock(shape))
+        lock = partial(capture_lock, f"step shape {shape}", self.timeout_s)
+        return self._compute.captured(shape, bound.computes, self.gather_now, lock)
 
     def warm_up(self) -> None:
         """Load every kernel of compute, before peers may wait for this rank in a gather. Local. Nothing on `host`.
@@ -159,19 +159,15 @@ class Runtime(Stepping):
                         self._cuda.warm_up(shape, self._bound[shape].computes)
 
     def _capture_on_host(self, shape: StepShape, calls: Calls, bound: BoundProgram) -> Captured:
-        with self._capture_lock(shape):
-            try:
-                return HostCaptured.capture(calls, self.plan.executor, self.hooks.seed, bound, self.timeout_s)
-            except DriverError as error:
-                raise DeviceError(f"step shape {shape} cannot be captured: {error}") from error
+        try:
+            return HostCaptured.capture(calls, self.plan.executor, self.hooks.seed, bound, self.timeout_s)
+        except DriverError as error:
+            raise DeviceError(f"step shape {shape} cannot be captured: {error}") from error
 
     def _capture_on_cuda(self, cuda: CudaCompute, shape: StepShape, bound: BoundProgram) -> Captured:
         """Takes the capture lock itself, after the warm-up: segments may wait for ranks that are threads here."""
         with self._memory.unchanged_buffers():
             return cuda.capture(shape, bound)
-
-    def _capture_lock(self, shape: StepShape) -> AbstractContextManager[None]:
-        return capture_lock(f"step shape {shape}", self.timeout_s)
 
     def graph(self, batch_size: int, tokens_per_sequence: int = 1) -> StepGraph:
         """The smallest captured step that fits `batch_size` sequences of `tokens_per_sequence` tokens.
