@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from functools import partial
 
 from graphshard._core import Driver, Memory, Stream, Word
 from graphshard.comm.alignment import Alignment, Awaited, IssueKind
@@ -15,7 +16,7 @@ from graphshard.comm.transport import Transport
 from graphshard.core.errors import CommError, DeviceError, ProgramError
 from graphshard.core.ops import AgLaunch
 from graphshard.core.specs import StepShape
-from graphshard.runtime.bind import BoundProgram, Hooks, bind_programs
+from graphshard.runtime.bind import BoundProgram, Ground, Hooks, bind_programs
 from graphshard.runtime.compiled import Compiled
 from graphshard.runtime.device_bytes import read_bytes
 from graphshard.runtime.embedding import Embedding
@@ -154,28 +155,20 @@ class Binding:
         names = ["compute", "copy", *(f"copy{i}" for i in range(1, self.plan.num_copy_streams)), "copy_own", "prefetch"]
         self._streams = {name: Stream(self.driver) for name in names}
         self._done = Word(Memory.allocate_host(self.driver, 4))
-        self._slots = SlotTable(
+        self._ground = Ground(
             self.driver,
-            len(self.layout.slots),
-            self._streams["compute"],
-            self._streams["prefetch"],
             self._memory,
             self._transport,
-            self.hooks,
-            lambda units: self._before_gathers("outside", units, "gathers outside a step"),
-        )
-
-    def _bind(self) -> None:
-        """Bind all programs to the windows as they are mapped now."""
-        self._bound = bind_programs(
-            self.driver,
-            self.programs,
             self._streams,
-            self._memory,
-            self._transport,
+            self._done,
             num_copy_streams=self.plan.num_copy_streams,
-            done=self._done,
             hooks=self.hooks,
             progress=self._alignment.progress,
         )
+        before_gathers = partial(self._before_gathers, "outside", what="gathers outside a step")
+        self._slots = SlotTable(len(self.layout.slots), self._ground, before_gathers)
+
+    def _bind(self) -> None:
+        """Bind all programs to the windows as they are mapped now."""
+        self._bound = bind_programs(self.programs, self._ground)
         self._generations = self._transport.generations()

@@ -356,7 +356,7 @@ class Runtime(Stepping):
             if self._must_exit is not None:
                 leave_behind(self._streams, self._memory, self._done, self._slots, self._in_flight)
             self._streams.clear()
-            del self._admission, self._slots, self._compute, self._done, self._memory
+            del self._admission, self._slots, self._compute, self._ground, self._done, self._memory
 
     @property
     def must_exit(self) -> str | None:
