@@ -88,7 +88,7 @@ def test_a_capture_begins_when_side_streams_are_done(transport: str) -> None:
 
 
 def test_a_side_stream_that_does_not_end_is_named_and_nothing_is_captured() -> None:
-    """Fault C7: under pull the next capture works; under nccl the communicator is broken, see test_faults_peers."""
+    """Fault C7: under pull the next capture works; under nccl the communicator is broken, see test_nccl_peers."""
     model, latch = ByteModel(LAYERS), Latch()
     with alone(model, capture_sizes=[]) as runtime:
         runtime._streams["prefetch"].wait_value(latch.word.address, 1)
