@@ -58,6 +58,9 @@ class Watched(Protocol):
 class Alignment(Protocol):
     """Between a runtime's steps and those of its peers. Used with the runtime's lock held."""
 
+    timeout_s: float
+    """The longest that the host waits for anything."""
+
     @property
     def watched(self) -> Watched | None:
         """What a watchdog is to look at, if steps that nobody waits for may need peers."""
@@ -116,7 +119,7 @@ class Apart:
     number = 0
 
     def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
 
     def check(self, what: str) -> None:
         """Nothing can be wrong."""
@@ -135,7 +138,7 @@ class Apart:
     def wait(self, waiter: Callable[[float], bool], awaited: Awaited) -> bool:
         """Once, for as long as the runtime waits for anything."""
         del awaited
-        return waiter(self._timeout_s)
+        return waiter(self.timeout_s)
 
     def ended(self) -> None:
         """Nobody need know."""

@@ -56,7 +56,7 @@ class Lockstep:
         words: tuple[Word, Word] | None = None,
     ) -> None:
         """`words` are begun and ended, for `ProgressWords`."""
-        self._control, self._rank, self._timeout_s = control, rank, timeout_s
+        self._control, self._rank, self.timeout_s = control, rank, timeout_s
         self._communicators = communicators
         self._words = words
         self._hash = bytes(8)
@@ -125,7 +125,7 @@ class Lockstep:
         self._raise_kept()
         if self._broken is not None:  # what was aborted may end, with wrong bytes
             raise CommError(self._broken)
-        deadline = time.monotonic() + self._timeout_s
+        deadline = time.monotonic() + self.timeout_s
         while not waiter(max(0.0, min(_SLICE_S, deadline - time.monotonic()))):
             self.look(awaited, is_late=time.monotonic() >= deadline)
         self._refuse_aborted(awaited.number or self._number)
@@ -261,7 +261,7 @@ class Lockstep:
         behind = behind or [rank for rank in self._peers if _place(pages[rank]) < place]
         ahead = [rank for rank in self._peers if _place(pages[rank]) > place]
         what = f"{awaited.name_op(op)} (op {op}, step {awaited.step})" if op >= 0 else awaited.what
-        text = f"rank {self._rank} waited {self._timeout_s:.1f} s for {what}"
+        text = f"rank {self._rank} waited {self.timeout_s:.1f} s for {what}"
         if behind:
             here = _ranks([rank for rank in range(len(pages)) if rank not in behind])
             theirs = f"rank {behind[0]}'s" if len(behind) == 1 else f"those of {_ranks(behind)}"

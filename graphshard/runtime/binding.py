@@ -54,13 +54,12 @@ class Binding:
         transport: Transport,
         alignment: Alignment,
         hooks: Hooks,
-        timeout_s: float,
     ) -> None:
         self.model, self.plan, self.layout = compiled.model, compiled.plan, compiled.layout
         self.programs = dict(compiled.programs)
         self.rank = rank
         """This process's (or thread's) rank in the shard group."""
-        self.driver, self.hooks, self.timeout_s = driver, hooks, timeout_s
+        self.driver, self.hooks = driver, hooks
         self._memory, self._transport, self._alignment = memory, transport, alignment
         self._streams: dict[str, Stream] = {}
         self._bound: dict[StepShape, BoundProgram] = {}
@@ -72,6 +71,15 @@ class Binding:
         self._num_steps = 0
         self._reserve_streams()
         self._bind()
+
+    @property
+    def timeout_s(self) -> float:
+        """The longest that the host waits for anything. May be set between steps."""
+        return self._alignment.timeout_s
+
+    @timeout_s.setter
+    def timeout_s(self, timeout_s: float) -> None:
+        self._alignment.timeout_s = timeout_s
 
     def check_open(self) -> None:
         """ProgramError if the runtime was closed, DeviceError in a forked child."""

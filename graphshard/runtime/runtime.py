@@ -56,7 +56,6 @@ class Runtime(Stepping):
         control: ControlTable,
         compute: ComputeTable,
         hooks: Hooks,
-        timeout_s: float,
         torch_cuda: TorchCuda | None = None,
     ) -> None:
         """With `torch_cuda` compute is torch's on a GPU; else it is the host's."""
@@ -68,17 +67,16 @@ class Runtime(Stepping):
             transport=transport,
             alignment=alignment,
             hooks=hooks,
-            timeout_s=timeout_s,
         )
         self.group = group
         self._control, self._compute = control, compute
-        self.turn = StepTurn(timeout_s)
+        self.turn = StepTurn(self.timeout_s)
         if torch_cuda is not None:
-            self._cuda = CudaCompute(compute, torch_cuda, tuple(self._streams.values()), timeout_s=timeout_s)
+            self._cuda = CudaCompute(compute, torch_cuda, tuple(self._streams.values()), timeout_s=self.timeout_s)
             self._in_flight = InFlight(driver)
             if alignment.watched is not None:
                 watched = alignment.watched
-                self._watchdog = Watchdog(self.turn.lock, self._in_flight, watched, timeout_s, hooks.look_s)
+                self._watchdog = Watchdog(self.turn.lock, self._in_flight, watched, self.timeout_s, hooks.look_s)
         self.observer: StepObserver | None = None
         """Told of the layers of steps that run as loops (`begin_step`); set by `attach`."""
         self._graphs: dict[StepShape, StepGraph] = {}
