@@ -100,8 +100,16 @@ class Alignment(Protocol):
             CommError: it will not end, or not with right bytes, and why.
         """
 
-    def ended(self) -> None:
-        """All that was issued has ended: the streams are drained."""
+    def drain(self, waiter: Callable[[float], bool], *, is_posted: bool) -> str | None:
+        """Let a host that closes wait for all that was issued; as `wait`, but nothing is raised.
+
+        Args:
+            waiter: says whether all has ended after so many seconds at most.
+            is_posted: peers can tell from the control pages all that this rank issued.
+
+        Returns:
+            Why it was given up; None if all has ended, and peers that still wait need this rank no more.
+        """
 
     def fail(self, error: BaseException, what: str) -> CommError | None:
         """`what` could not be issued, so peers would wait in vain: tell them. The error to raise, if there is one."""
@@ -140,8 +148,10 @@ class Apart:
         del awaited
         return waiter(self.timeout_s)
 
-    def ended(self) -> None:
-        """Nobody need know."""
+    def drain(self, waiter: Callable[[float], bool], *, is_posted: bool) -> str | None:
+        """Once, for as long as the runtime waits for anything."""
+        del is_posted
+        return None if waiter(self.timeout_s) else f"it did not end within {self.timeout_s:.1f} s"
 
     def fail(self, error: BaseException, what: str) -> CommError | None:
         """Peers are not concerned."""

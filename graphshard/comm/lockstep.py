@@ -27,6 +27,8 @@ TIMEOUT, DEAD, CLOSED, UNLIKE, LIBRARY, ISSUE = range(1, 7)
 """Kinds of failure, as control pages hold them."""
 _SLICE_S = 0.05
 """How often a rank that waits looks at its peers."""
+_GRACE_S = 2.0
+"""How long a rank that closes waits on when a peer is gone: that peer's own gathers have ended by then, or never will."""
 _KINDS: dict[IssueKind, int] = {"outside": 1, "eager": 2, "graph": 3}
 _KIND_TEXTS = {1: "outside a step", 2: "in an eager step", 3: "in a captured step"}
 
@@ -149,9 +151,20 @@ class Lockstep:
         """See `Watched.keep`."""
         self._kept = error
 
-    def ended(self) -> None:
-        """Peers that still wait need this rank no more."""
+    def drain(self, waiter: Callable[[float], bool], *, is_posted: bool) -> str | None:
+        """See `Alignment.drain`. Once a peer is gone that may be needed, its last gathers get a grace period to end."""
+        deadline = time.monotonic() + self.timeout_s
+        alone = None
+        while not waiter(max(0.0, min(_SLICE_S, deadline - time.monotonic()))):
+            if alone is None:
+                alone = self._why_alone(is_posted)
+                if alone is not None:
+                    deadline = min(deadline, time.monotonic() + _GRACE_S)
+            if time.monotonic() >= deadline:
+                alone = alone or f"it did not end within {self.timeout_s:.1f} s; peers: {self._control.describe()}"
+                return str(self._break(alone))
         self._control.mine.set_num_finished(self._number)
+        return None
 
     def fail(self, error: BaseException, what: str) -> CommError | None:
         """Tell peers that `what` could not be issued here: they would wait in vain."""
@@ -244,6 +257,21 @@ class Lockstep:
                     f"{self._control.progress(rank)}",
                     culprit=rank,
                 )
+
+    def _why_alone(self, is_posted: bool) -> str | None:
+        """Which peer will not come to what this rank still waits for; None if all may."""
+        first = self._control.pages[0].first_failed
+        if first is not None:
+            return self._told_by(first)
+        for rank in self._peers:
+            page = self._control.pages[rank]
+            state = self._control.state(rank)
+            if state in ("dead", "closed") and not (is_posted and page.num_finished >= self._number):
+                how = "died" if state == "dead" else "closed its runtime"
+                return (
+                    f"rank {rank} (pid {page.pid}) {how}, and may not have come to it: {self._control.progress(rank)}"
+                )
+        return None
 
     def _ask_communicators(self, what: str) -> None:
         error = self._communicators.async_error()

@@ -141,12 +141,19 @@ class Binding:
         """Rely on nothing that slots hold: somebody wrote to them. With the lock held."""
         self._slots.forget()
 
-    def _drain(self) -> None:
-        """Wait for all that is enqueued, tail prefetches included; bounded for all streams together."""
-        deadline = time.monotonic() + self.timeout_s
-        streams = self._streams.values()
-        if all(stream.synchronize(max(0.0, deadline - time.monotonic())) for stream in streams):
-            self._alignment.ended()
+    def _drain(self) -> str | None:
+        """Wait for all that is enqueued, tail prefetches included; bounded for all streams together.
+
+        Returns why that was given up; None if all has ended.
+        """
+
+        def is_over(seconds: float) -> bool:
+            deadline = time.monotonic() + seconds
+            streams = self._streams.values()
+            return all(stream.synchronize(max(0.0, deadline - time.monotonic())) for stream in streams)
+
+        is_posted = self._embedding is None or self._embedding.num_replays == 0
+        return self._alignment.drain(is_over, is_posted=is_posted)
 
     def check_gathers(self, rank: int | None = None) -> None:
         """Gather every unit once and compare each rank's chunk, or only `rank`'s, with its owner's checksum.

@@ -68,7 +68,14 @@ class Embedding:
             done=self._ground.done,
             page=self._page,
             keep=[captured, self._ground.memory, dict(inputs), dict(outputs)],
+            transport=self._ground.transport.name,
+            needs_peers=self._ground.transport.is_collective,
         )
+
+    @property
+    def num_replays(self) -> int:
+        """Replays by C so far; no control page tells peers of them."""
+        return self._order.num_replays
 
     def take_over(self, timeout_s: float) -> bool:
         """This runtime uses the slots again, after all that C replayed or prefetched; C relies on nothing in them then.

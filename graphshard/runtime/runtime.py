@@ -8,6 +8,7 @@ runs, replays and prefetches.
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from collections.abc import Callable, Iterable
@@ -39,6 +40,8 @@ from graphshard.runtime.loop import StepLoop, StepObserver, StepPieces, StepTurn
 from graphshard.runtime.memory import BufferRow, RuntimeMemory
 from graphshard.runtime.model import StepState
 from graphshard.runtime.stepping import Stepping
+
+_log = logging.getLogger("graphshard")
 
 
 class Runtime(Stepping):
@@ -171,19 +174,19 @@ class Runtime(Stepping):
         """The smallest captured step that fits `batch_size` sequences of `tokens_per_sequence` tokens.
 
         Raises:
-            SpecError: none was captured that is large enough.
+            SpecError: none was captured that is large enough, or that is no step shape.
         """
         self.check_open()
+        wanted = StepShape(batch_size, tokens_per_sequence)
         fitting = [
             shape
             for shape in self._graphs
-            if shape.batch_size >= batch_size and shape.tokens_per_sequence == tokens_per_sequence
+            if shape.batch_size >= wanted.batch_size and shape.tokens_per_sequence == wanted.tokens_per_sequence
         ]
         if not fitting:
             known = ", ".join(map(str, sorted(self._graphs))) or "none"
             raise SpecError(
-                f"no captured step fits {StepShape(batch_size, tokens_per_sequence)}; captured: {known}. "
-                "Add it to capture_sizes, or call Runtime.capture"
+                f"no captured step fits {wanted}; captured: {known}. Add it to capture_sizes, or call Runtime.capture"
             )
         return self._graphs[min(fitting)]
 
@@ -322,6 +325,9 @@ class Runtime(Stepping):
     def close(self) -> None:
         """Give everything back. Local, bounded, idempotent; peers may go on.
 
+        What was enqueued ends first. If it does not, because it needs a peer that is gone, say, that is logged (logger
+        `graphshard`), and so is what cannot be given back then (`must_exit`).
+
         # Note [teardown order]: graphs hold addresses, so they go first; then the op lists with their streams, then
         # peers' windows, then our own memory (its views keep it mapped until the last of them dies).
         """
@@ -337,9 +343,12 @@ class Runtime(Stepping):
             self.turn.give_up()
             self._closed = True
             self._admission.close()
-            if self._alignment.broken is None:  # else what is enqueued waits for peers that will not come
+            alone = self._alignment.broken
+            if alone is None:  # else what is enqueued waits for peers that will not come
                 self.follow_caller()  # who may read outputs still
-                self._drain()
+                alone = self._drain()
+                if alone is not None:
+                    _log.warning("rank %d closes before what it enqueued has ended: %s", self.rank, alone)
             for graph in self._graphs.values():
                 graph.close()
             self._graphs.clear()
@@ -352,6 +361,7 @@ class Runtime(Stepping):
             self._transport.close()
             self._must_exit = self._transport.must_exit
             if self._must_exit is not None:
+                _log.error("rank %d: this process must exit: %s (%s)", self.rank, self._must_exit, alone)
                 leave_behind(self._streams, self._memory, self._done, self._slots, self._in_flight)
             self._streams.clear()
             del self._admission, self._slots, self._compute, self._ground, self._done, self._memory

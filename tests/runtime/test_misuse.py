@@ -127,3 +127,16 @@ def test_capture_leaves_buffers_as_they_were(transport: str) -> None:
         held = {name: tensor.clone() for name, tensor in runtime.buffers(StepShape(1), "output").items()}
         runtime.capture()
         assert all(torch.equal(held[name], tensor) for name, tensor in runtime.buffers(StepShape(1), "output").items())
+
+
+def test_a_size_that_no_step_has_is_refused_and_a_name_that_no_buffer_has_lists_the_known() -> None:
+    model = ByteModel(LAYERS)
+    with compile_bytes(LocalGroup(1)[0], model) as runtime:
+        for size in (0, -1):
+            with pytest.raises(graphshard.SpecError, match=rf"whole numbers that start at 1, not {size}"):
+                runtime.graph(size)
+        step = runtime.graph(1)
+        name = next(iter(step.outputs))
+        with pytest.raises(KeyError, match=rf"no buffer 'tok' here; known: .*{name}"):
+            step.outputs["tok"]
+        assert "tok" not in step.outputs and step.outputs.get("tok") is None
