@@ -28,7 +28,7 @@ TIMEOUT, DEAD, CLOSED, UNLIKE, LIBRARY, ISSUE = range(1, 7)
 _SLICE_S = 0.05
 """How often a rank that waits looks at its peers."""
 _GRACE_S = 2.0
-"""How long a rank that closes waits on when a peer is gone: that peer's own gathers have ended by then, or never will."""
+"""How long a rank that closes waits on when a peer is gone: what that peer came to ends by then, or never does."""
 _KINDS: dict[IssueKind, int] = {"outside": 1, "eager": 2, "graph": 3}
 _KIND_TEXTS = {1: "outside a step", 2: "in an eager step", 3: "in a captured step"}
 
