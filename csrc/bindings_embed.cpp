@@ -36,7 +36,8 @@ std::shared_ptr<EmbeddedStep> make_step(std::shared_ptr<GraphExec> exec, std::sh
                                         const Buffers& outputs, std::shared_ptr<Calls> calls,
                                         std::shared_ptr<StepOrder> order, std::shared_ptr<OpList> prefetch,
                                         std::shared_ptr<Stream> prefetch_stream, std::pair<uint64_t, uint64_t> slots,
-                                        const Word* done, std::shared_ptr<ControlPage> page, const nb::sequence& keep) {
+                                        const Word* done, std::shared_ptr<ControlPage> page, const nb::sequence& keep,
+                                        std::string transport, bool needs_peers) {
   StepParts parts;
   parts.exec = std::move(exec);
   parts.stream = std::move(stream);
@@ -50,6 +51,8 @@ std::shared_ptr<EmbeddedStep> make_step(std::shared_ptr<GraphExec> exec, std::sh
   std::tie(parts.entry, parts.exit) = slots;
   if (done != nullptr) parts.done.emplace(*done);
   parts.page = std::move(page);
+  parts.transport = std::move(transport);
+  parts.needs_peers = needs_peers;
   for (nb::handle object : keep) parts.others.push_back(keep_object(object));
   return std::make_shared<EmbeddedStep>(std::move(parts));
 }
@@ -73,7 +76,7 @@ void bind_embed(nb::module_& m) {
       .def(nb::new_(&make_step), "exec"_a, "stream"_a, "shape"_a, "inputs"_a, "outputs"_a, "calls"_a = nb::none(),
            "order"_a = nb::none(), "prefetch"_a = nb::none(), "prefetch_stream"_a = nb::none(),
            "slots"_a = std::pair<uint64_t, uint64_t>(0, 0), "done"_a = nb::none(), "page"_a = nb::none(),
-           "keep"_a = nb::tuple())
+           "keep"_a = nb::tuple(), "transport"_a = "", "needs_peers"_a = false)
       .def_prop_ro("handle", &EmbeddedStep::handle)
       .def_prop_ro("num_references", &EmbeddedStep::num_references);
 }

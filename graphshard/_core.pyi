@@ -86,7 +86,10 @@ class Stream:
     def __init__(self, driver: Driver) -> None: ...
     @staticmethod
     def from_handle(driver: Driver, handle: int) -> Stream:
-        """Somebody else's stream (torch's current one): never destroyed here, and it must live as long as this object.
+        """Somebody else's stream (torch's current one): never destroyed here.
+
+        It must outlive this object, and every list, graph and step that used it: they ask it whether their work has
+        ended when they are dropped, and until it has keep what that work uses.
 
         DriverError for 0, 1 and 2, the null, legacy and per-thread default streams: they wait for all other streams.
         """
@@ -381,12 +384,15 @@ class Step:
         done: Word | None = None,
         page: ControlPage | None = None,
         keep: Sequence[object] = (),
+        transport: str = "",
+        needs_peers: bool = False,
     ) -> None:
         """`exec` was captured from `stream`; buffers are (name, address, num_bytes); shape is (batch, tokens of each).
 
         `slots` says by numbers of the caller's what they hold when the step begins and when it has ended (0: nothing);
         `prefetch` brings the first, on `prefetch_stream`. The graph writes 1 to `done` when outputs may be read. With
-        `page`, replays are refused while its epoch is odd.
+        `page`, replays are refused while its epoch is odd. A wait that is late names the `transport`, and with
+        `needs_peers` says that a peer may not have replayed the step.
         """
     @property
     def handle(self) -> int:

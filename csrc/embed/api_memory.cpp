@@ -1,5 +1,23 @@
 // The C API of drivers, memory and streams.
+#include <map>
+
 #include "embed/handles.h"
+
+namespace graphshard {
+
+namespace {
+
+// One for each driver, and never destroyed, as the driver itself.
+gs_driver* handle_of(Driver& driver) {
+  static auto* mutex = new std::mutex;
+  static auto* all = new std::map<Driver*, gs_driver>;
+  const std::lock_guard<std::mutex> guard(*mutex);
+  return &all->try_emplace(&driver, gs_driver{&driver}).first->second;
+}
+
+}  // namespace
+
+}  // namespace graphshard
 
 using namespace graphshard;
 
@@ -7,7 +25,7 @@ gs_status gs_driver_open(const char* path, int device_index, gs_driver** driver)
   return api([&] {
     need(path, "path");
     need(driver, "driver");
-    *driver = new gs_driver{&Driver::open(path, device_index)};  // never deleted, as the driver itself
+    *driver = handle_of(Driver::open(path, device_index));
     return GS_OK;
   });
 }

@@ -105,6 +105,8 @@ struct StepParts {
   uint64_t exit = 0;
   std::optional<Word> done;           // the graph writes 1 to it when outputs may be read
   std::shared_ptr<ControlPage> page;  // for the epoch; may be null
+  std::string transport;              // what gathers, as errors say it; empty: unknown
+  bool needs_peers = false;           // a gather ends only when all ranks replay the step
   std::vector<std::shared_ptr<const void>> others;
 };
 

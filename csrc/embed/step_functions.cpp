@@ -83,10 +83,18 @@ gs_status replay(gs_step* self, void* stream, ErrorText* error) {
   });
 }
 
+std::string late_text(const StepParts& parts, int64_t timeout_ns) {
+  std::string text =
+      "the outputs of step shape " + std::to_string(parts.batch_size) + "x" + std::to_string(parts.tokens_per_sequence);
+  if (!parts.transport.empty()) text += " (transport " + parts.transport + ")";
+  text += " did not come within " + std::to_string(timeout_ns / 1'000'000) + " ms";
+  return text + (parts.needs_peers ? "; its gathers need all ranks: a peer may not have replayed it" : "");
+}
+
 gs_status wait(gs_step* self, int64_t timeout_ns, ErrorText* error) {
   return use_step(self, error, [&](Step& step) {
     if (step.wait(timeout_ns)) return GS_OK;
-    throw TimeoutError("the step's outputs did not come within " + std::to_string(timeout_ns / 1'000'000) + " ms");
+    throw TimeoutError(late_text(step.parts(), timeout_ns));
   });
 }
 

@@ -58,6 +58,9 @@ class Watched(Protocol):
 class Alignment(Protocol):
     """Between a runtime's steps and those of its peers. Used with the runtime's lock held."""
 
+    timeout_s: float
+    """The longest that the host waits for anything."""
+
     @property
     def watched(self) -> Watched | None:
         """What a watchdog is to look at, if steps that nobody waits for may need peers."""
@@ -97,8 +100,16 @@ class Alignment(Protocol):
             CommError: it will not end, or not with right bytes, and why.
         """
 
-    def ended(self) -> None:
-        """All that was issued has ended: the streams are drained."""
+    def drain(self, waiter: Callable[[float], bool], *, is_posted: bool) -> str | None:
+        """Let a host that closes wait for all that was issued; as `wait`, but nothing is raised.
+
+        Args:
+            waiter: says whether all has ended after so many seconds at most.
+            is_posted: peers can tell from the control pages all that this rank issued.
+
+        Returns:
+            Why it was given up; None if all has ended, and peers that still wait need this rank no more.
+        """
 
     def fail(self, error: BaseException, what: str) -> CommError | None:
         """`what` could not be issued, so peers would wait in vain: tell them. The error to raise, if there is one."""
@@ -116,7 +127,7 @@ class Apart:
     number = 0
 
     def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
 
     def check(self, what: str) -> None:
         """Nothing can be wrong."""
@@ -135,10 +146,12 @@ class Apart:
     def wait(self, waiter: Callable[[float], bool], awaited: Awaited) -> bool:
         """Once, for as long as the runtime waits for anything."""
         del awaited
-        return waiter(self._timeout_s)
+        return waiter(self.timeout_s)
 
-    def ended(self) -> None:
-        """Nobody need know."""
+    def drain(self, waiter: Callable[[float], bool], *, is_posted: bool) -> str | None:
+        """Once, for as long as the runtime waits for anything."""
+        del is_posted
+        return None if waiter(self.timeout_s) else f"it did not end within {self.timeout_s:.1f} s"
 
     def fail(self, error: BaseException, what: str) -> CommError | None:
         """Peers are not concerned."""

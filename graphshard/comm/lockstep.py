@@ -27,6 +27,8 @@ TIMEOUT, DEAD, CLOSED, UNLIKE, LIBRARY, ISSUE = range(1, 7)
 """Kinds of failure, as control pages hold them."""
 _SLICE_S = 0.05
 """How often a rank that waits looks at its peers."""
+_GRACE_S = 2.0
+"""How long a rank that closes waits on when a peer is gone: what that peer came to ends by then, or never does."""
 _KINDS: dict[IssueKind, int] = {"outside": 1, "eager": 2, "graph": 3}
 _KIND_TEXTS = {1: "outside a step", 2: "in an eager step", 3: "in a captured step"}
 
@@ -56,7 +58,7 @@ class Lockstep:
         words: tuple[Word, Word] | None = None,
     ) -> None:
         """`words` are begun and ended, for `ProgressWords`."""
-        self._control, self._rank, self._timeout_s = control, rank, timeout_s
+        self._control, self._rank, self.timeout_s = control, rank, timeout_s
         self._communicators = communicators
         self._words = words
         self._hash = bytes(8)
@@ -125,7 +127,7 @@ class Lockstep:
         self._raise_kept()
         if self._broken is not None:  # what was aborted may end, with wrong bytes
             raise CommError(self._broken)
-        deadline = time.monotonic() + self._timeout_s
+        deadline = time.monotonic() + self.timeout_s
         while not waiter(max(0.0, min(_SLICE_S, deadline - time.monotonic()))):
             self.look(awaited, is_late=time.monotonic() >= deadline)
         self._refuse_aborted(awaited.number or self._number)
@@ -149,9 +151,20 @@ class Lockstep:
         """See `Watched.keep`."""
         self._kept = error
 
-    def ended(self) -> None:
-        """Peers that still wait need this rank no more."""
+    def drain(self, waiter: Callable[[float], bool], *, is_posted: bool) -> str | None:
+        """See `Alignment.drain`. Once a peer is gone that may be needed, its last gathers get a grace period to end."""
+        deadline = time.monotonic() + self.timeout_s
+        alone = None
+        while not waiter(max(0.0, min(_SLICE_S, deadline - time.monotonic()))):
+            if alone is None:
+                alone = self._why_alone(is_posted)
+                if alone is not None:
+                    deadline = min(deadline, time.monotonic() + _GRACE_S)
+            if time.monotonic() >= deadline:
+                alone = alone or f"it did not end within {self.timeout_s:.1f} s; peers: {self._control.describe()}"
+                return str(self._break(alone))
         self._control.mine.set_num_finished(self._number)
+        return None
 
     def fail(self, error: BaseException, what: str) -> CommError | None:
         """Tell peers that `what` could not be issued here: they would wait in vain."""
@@ -245,6 +258,21 @@ class Lockstep:
                     culprit=rank,
                 )
 
+    def _why_alone(self, is_posted: bool) -> str | None:
+        """Which peer will not come to what this rank still waits for; None if all may."""
+        first = self._control.pages[0].first_failed
+        if first is not None:
+            return self._told_by(first)
+        for rank in self._peers:
+            page = self._control.pages[rank]
+            state = self._control.state(rank)
+            if state in ("dead", "closed") and not (is_posted and page.num_finished >= self._number):
+                how = "died" if state == "dead" else "closed its runtime"
+                return (
+                    f"rank {rank} (pid {page.pid}) {how}, and may not have come to it: {self._control.progress(rank)}"
+                )
+        return None
+
     def _ask_communicators(self, what: str) -> None:
         error = self._communicators.async_error()
         if error is not None:
@@ -261,7 +289,7 @@ class Lockstep:
         behind = behind or [rank for rank in self._peers if _place(pages[rank]) < place]
         ahead = [rank for rank in self._peers if _place(pages[rank]) > place]
         what = f"{awaited.name_op(op)} (op {op}, step {awaited.step})" if op >= 0 else awaited.what
-        text = f"rank {self._rank} waited {self._timeout_s:.1f} s for {what}"
+        text = f"rank {self._rank} waited {self.timeout_s:.1f} s for {what}"
         if behind:
             here = _ranks([rank for rank in range(len(pages)) if rank not in behind])
             theirs = f"rank {behind[0]}'s" if len(behind) == 1 else f"those of {_ranks(behind)}"

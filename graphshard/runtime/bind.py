@@ -76,23 +76,27 @@ class BoundProgram:
         return ""
 
 
-def bind_program(
-    driver: Driver,
-    program: Program,
-    streams: Mapping[str, Stream],
-    memory: RuntimeMemory,
-    transport: Transport,
-    *,
-    num_copy_streams: int,
-    done: Word,
-    hooks: Hooks,
-    progress: ProgressWords | None = None,
-) -> BoundProgram:
-    """Bind `program`; `streams` maps the lowered list's stream names. The list sets `done` to 1 at its outputs.
+@dataclass(frozen=True)
+class Ground:
+    """What programs and gathers are bound to: one rank's memory, its streams, and how chunks come to it."""
 
-    With `progress`, each gather writes its op index + 1 to one word when it begins, to the other when it has ended.
-    """
-    lowered = lower(program, num_copies=transport.num_copies, num_copy_streams=num_copy_streams)
+    driver: Driver
+    memory: RuntimeMemory
+    transport: Transport
+    streams: Mapping[str, Stream]
+    """By the names that lowered lists use."""
+    done: Word
+    """Set to 1 by a program at its outputs."""
+    num_copy_streams: int = 1
+    hooks: Hooks = field(default_factory=Hooks)
+    progress: ProgressWords | None = None
+    """Each gather writes its op index + 1 to one word when it begins, to the other when it has ended."""
+
+
+def bind_program(program: Program, ground: Ground) -> BoundProgram:
+    """Bind `program`: the same list serves eager runs and captures."""
+    transport, hooks, progress = ground.transport, ground.hooks, ground.progress
+    lowered = lower(program, num_copies=transport.num_copies, num_copy_streams=ground.num_copy_streams)
     index = {name: i for i, name in enumerate(lowered.streams)}
     ops: list[BoundOp] = []
     sources: list[int] = []
@@ -106,7 +110,7 @@ def bind_program(
             ops.append(("wait_value", stream, hooks.stalls[op.op], 1))
             sources.append(op.op)
         if isinstance(op, CopyRun):
-            bound = _gather_ops(op, stream, memory, transport, hooks)
+            bound = _gather_ops(op, stream, ground)
             if progress is not None:
                 begun, ended = (("write_value", stream, word, op.op + 1) for word in (progress.begun, progress.ended))
                 bound = [begun, *bound, ended]
@@ -116,12 +120,12 @@ def bind_program(
         else:
             bound = [("record" if isinstance(op, Record) else "wait", stream, op.event)]
             if isinstance(op, Record) and op.event == lowered.outputs_event:
-                bound.append(("write_value", stream, done.address, 1))
+                bound.append(("write_value", stream, ground.done.address, 1))
         for one in bound:
             ops.append(one)
             sources.append(op.op)
-    used = tuple(streams[name] for name in lowered.streams)
-    op_list = OpList(driver, used, lowered.num_events, ops, transport.collectives)
+    used = tuple(ground.streams[name] for name in lowered.streams)
+    op_list = OpList(ground.driver, used, lowered.num_events, ops, transport.collectives)
     gathers = tuple(op.unit for op in program.ops if isinstance(op, AgLaunch))
     return BoundProgram(
         program, lowered, op_list, tuple(computes), tuple(sources), used, gathers, transport.is_collective
@@ -133,63 +137,33 @@ def gathers_text(program: Program) -> str:
     return "\n".join(collective.text for collective in collectives_of(program))
 
 
-def bind_programs(
-    driver: Driver,
-    programs: Mapping[StepShape, Program],
-    streams: Mapping[str, Stream],
-    memory: RuntimeMemory,
-    transport: Transport,
-    *,
-    num_copy_streams: int,
-    done: Word,
-    hooks: Hooks,
-    progress: ProgressWords | None = None,
-) -> dict[StepShape, BoundProgram]:
+def bind_programs(programs: Mapping[StepShape, Program], ground: Ground) -> dict[StepShape, BoundProgram]:
     """Bind each of `programs`; step shapes whose programs are equal share one list."""
     by_digest: dict[str, BoundProgram] = {}
     for program in programs.values():
         if program.digest not in by_digest:
-            by_digest[program.digest] = bind_program(
-                driver,
-                program,
-                streams,
-                memory,
-                transport,
-                num_copy_streams=num_copy_streams,
-                done=done,
-                hooks=hooks,
-                progress=progress,
-            )
+            by_digest[program.digest] = bind_program(program, ground)
     return {shape: by_digest[program.digest] for shape, program in programs.items()}
 
 
-def bind_gather(
-    driver: Driver, launch: AgLaunch, stream: Stream, memory: RuntimeMemory, transport: Transport, hooks: Hooks
-) -> OpList:
-    """One gather that the host issues outside a program, all of it on `stream`."""
-    run = CopyRun(launch.unit, launch.slot, 0, transport.num_copies, launch.stream, -1)
-    return OpList(driver, (stream,), 0, _gather_ops(run, 0, memory, transport, hooks), transport.collectives)
-
-
-def gather_list(
-    driver: Driver, launches: Sequence[AgLaunch], stream: Stream, memory: RuntimeMemory, transport: Transport
-) -> OpList:
-    """Several gathers that the host issues outside a program, one after another on `stream`."""
+def bind_gathers(launches: Sequence[AgLaunch], ground: Ground) -> OpList:
+    """Gathers that the host issues outside a program, one after another on the prefetch stream."""
+    transport = ground.transport
     ops: list[BoundOp] = []
     for launch in launches:
-        run = CopyRun(launch.unit, launch.slot, 0, transport.num_copies, launch.stream, -1)
-        ops += _gather_ops(run, 0, memory, transport, Hooks())
-    return OpList(driver, (stream,), 0, ops, transport.collectives)
+        ops += _gather_ops(CopyRun(launch.unit, launch.slot, 0, transport.num_copies, launch.stream, -1), 0, ground)
+    return OpList(ground.driver, (ground.streams["prefetch"],), 0, ops, transport.collectives)
 
 
-def _gather_ops(run: CopyRun, stream: int, memory: RuntimeMemory, transport: Transport, hooks: Hooks) -> list[BoundOp]:
-    if run.unit in hooks.skip and run.op >= 0:
+def _gather_ops(run: CopyRun, stream: int, ground: Ground) -> list[BoundOp]:
+    if run.unit in ground.hooks.skip and run.op >= 0:
         return []
-    ops = transport.gather_ops(run.unit, memory.slot_address(run.slot), stream, run.begin, run.end)
-    if not hooks.poison:
+    address = ground.memory.slot_address(run.slot)
+    ops = ground.transport.gather_ops(run.unit, address, stream, run.begin, run.end)
+    if not ground.hooks.poison:
         return ops
     # each branch poisons what it will write: branches run side by side
-    return [one for op in ops for one in (_poison(op, transport.world_size), op)]
+    return [one for op in ops for one in (_poison(op, ground.transport.world_size), op)]
 
 
 def _poison(op: BoundOp, world_size: int) -> BoundOp:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from functools import partial
 
 from graphshard._core import Driver, Memory, Stream, Word
 from graphshard.comm.alignment import Alignment, Awaited, IssueKind
@@ -15,7 +16,7 @@ from graphshard.comm.transport import Transport
 from graphshard.core.errors import CommError, DeviceError, ProgramError
 from graphshard.core.ops import AgLaunch
 from graphshard.core.specs import StepShape
-from graphshard.runtime.bind import BoundProgram, Hooks, bind_programs
+from graphshard.runtime.bind import BoundProgram, Ground, Hooks, bind_programs
 from graphshard.runtime.compiled import Compiled
 from graphshard.runtime.device_bytes import read_bytes
 from graphshard.runtime.embedding import Embedding
@@ -53,13 +54,12 @@ class Binding:
         transport: Transport,
         alignment: Alignment,
         hooks: Hooks,
-        timeout_s: float,
     ) -> None:
         self.model, self.plan, self.layout = compiled.model, compiled.plan, compiled.layout
         self.programs = dict(compiled.programs)
         self.rank = rank
         """This process's (or thread's) rank in the shard group."""
-        self.driver, self.hooks, self.timeout_s = driver, hooks, timeout_s
+        self.driver, self.hooks = driver, hooks
         self._memory, self._transport, self._alignment = memory, transport, alignment
         self._streams: dict[str, Stream] = {}
         self._bound: dict[StepShape, BoundProgram] = {}
@@ -71,6 +71,15 @@ class Binding:
         self._num_steps = 0
         self._reserve_streams()
         self._bind()
+
+    @property
+    def timeout_s(self) -> float:
+        """The longest that the host waits for anything. May be set between steps."""
+        return self._alignment.timeout_s
+
+    @timeout_s.setter
+    def timeout_s(self, timeout_s: float) -> None:
+        self._alignment.timeout_s = timeout_s
 
     def check_open(self) -> None:
         """ProgramError if the runtime was closed, DeviceError in a forked child."""
@@ -132,12 +141,19 @@ class Binding:
         """Rely on nothing that slots hold: somebody wrote to them. With the lock held."""
         self._slots.forget()
 
-    def _drain(self) -> None:
-        """Wait for all that is enqueued, tail prefetches included; bounded for all streams together."""
-        deadline = time.monotonic() + self.timeout_s
-        streams = self._streams.values()
-        if all(stream.synchronize(max(0.0, deadline - time.monotonic())) for stream in streams):
-            self._alignment.ended()
+    def _drain(self) -> str | None:
+        """Wait for all that is enqueued, tail prefetches included; bounded for all streams together.
+
+        Returns why that was given up; None if all has ended.
+        """
+
+        def is_over(seconds: float) -> bool:
+            deadline = time.monotonic() + seconds
+            streams = self._streams.values()
+            return all(stream.synchronize(max(0.0, deadline - time.monotonic())) for stream in streams)
+
+        is_posted = self._embedding is None or self._embedding.num_replays == 0
+        return self._alignment.drain(is_over, is_posted=is_posted)
 
     def check_gathers(self, rank: int | None = None) -> None:
         """Gather every unit once and compare each rank's chunk, or only `rank`'s, with its owner's checksum.
@@ -154,28 +170,20 @@ class Binding:
         names = ["compute", "copy", *(f"copy{i}" for i in range(1, self.plan.num_copy_streams)), "copy_own", "prefetch"]
         self._streams = {name: Stream(self.driver) for name in names}
         self._done = Word(Memory.allocate_host(self.driver, 4))
-        self._slots = SlotTable(
+        self._ground = Ground(
             self.driver,
-            len(self.layout.slots),
-            self._streams["compute"],
-            self._streams["prefetch"],
             self._memory,
             self._transport,
-            self.hooks,
-            lambda units: self._before_gathers("outside", units, "gathers outside a step"),
-        )
-
-    def _bind(self) -> None:
-        """Bind all programs to the windows as they are mapped now."""
-        self._bound = bind_programs(
-            self.driver,
-            self.programs,
             self._streams,
-            self._memory,
-            self._transport,
+            self._done,
             num_copy_streams=self.plan.num_copy_streams,
-            done=self._done,
             hooks=self.hooks,
             progress=self._alignment.progress,
         )
+        before_gathers = partial(self._before_gathers, "outside", what="gathers outside a step")
+        self._slots = SlotTable(len(self.layout.slots), self._ground, before_gathers)
+
+    def _bind(self) -> None:
+        """Bind all programs to the windows as they are mapped now."""
+        self._bound = bind_programs(self.programs, self._ground)
         self._generations = self._transport.generations()

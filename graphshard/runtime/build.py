@@ -111,7 +111,6 @@ def build_runtime(
         control=filled.control,
         compute=ComputeTable(segmented, compiled.model, weights, filled.memory, plan.step_shapes),
         hooks=hooks,
-        timeout_s=timeout_s,
         torch_cuda=_torch_cuda(device, hooks),
     )
     return _checked(runtime, certificate, agreed, filled, opening.why_no_rejoin)

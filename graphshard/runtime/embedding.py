@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from graphshard._core import ControlPage, Driver, Event, Graph, OpList, Step, StepOrder, Stream, Word
-from graphshard.comm.transport import Transport
+from graphshard._core import ControlPage, Event, Graph, Step, StepOrder
 from graphshard.core.errors import CommError, ProgramError
 from graphshard.core.ops import AgLaunch
 from graphshard.core.specs import StepShape
-from graphshard.runtime.bind import gather_list
-from graphshard.runtime.memory import RuntimeMemory
+from graphshard.runtime.bind import Ground, bind_gathers
 
 if TYPE_CHECKING:
     from graphshard.runtime.graphs import Captured
@@ -27,19 +25,10 @@ class Embedding:
     Either side may step after the other has; not both at a time. What slots hold is forgotten when sides change.
     """
 
-    def __init__(
-        self,
-        driver: Driver,
-        streams: Mapping[str, Stream],
-        memory: RuntimeMemory,
-        transport: Transport,
-        done: Word,
-        page: ControlPage,
-    ) -> None:
-        self._driver, self._memory, self._transport = driver, memory, transport
-        self._compute, self._prefetch = streams["compute"], streams["prefetch"]
-        self._done, self._page = done, page
-        self._order, self._last_step = StepOrder(driver), Event(driver)
+    def __init__(self, ground: Ground, page: ControlPage) -> None:
+        self._ground, self._page = ground, page
+        self._compute, self._prefetch = ground.streams["compute"], ground.streams["prefetch"]
+        self._order, self._last_step = StepOrder(ground.driver), Event(ground.driver)
         self._seen = 0
         self._keys: dict[Held, int] = {}
 
@@ -58,15 +47,15 @@ class Embedding:
         """
         program = captured.bound.program
         launches = [AgLaunch(unit, slot, "prefetch") for slot, unit in enumerate(program.entry) if unit is not None]
-        if launches and self._transport.is_collective:
+        if launches and self._ground.transport.is_collective:
             raise ProgramError(
                 f"step shape {shape} begins with units in its slots, which C would gather eagerly beside the captured "
                 "gathers of one communicator: plan with head='inside', or use transport pull"
             )
         entry = self._key(program.entry)
-        prefetch = self._gathers(launches) if launches else None
+        prefetch = bind_gathers(launches, self._ground) if launches else None
         return Step(
-            Graph.from_handle(self._driver, captured.handle, captured).instantiate(executor),
+            Graph.from_handle(self._ground.driver, captured.handle, captured).instantiate(executor),
             captured.bound.streams[0],
             (shape.batch_size, shape.tokens_per_sequence),
             _buffers(inputs),
@@ -76,10 +65,17 @@ class Embedding:
             prefetch=prefetch,
             prefetch_stream=None if prefetch is None else self._prefetch,
             slots=(entry, entry if _satisfies(program.exit, program.entry) else 0),
-            done=self._done,
+            done=self._ground.done,
             page=self._page,
-            keep=[captured, self._memory, dict(inputs), dict(outputs)],
+            keep=[captured, self._ground.memory, dict(inputs), dict(outputs)],
+            transport=self._ground.transport.name,
+            needs_peers=self._ground.transport.is_collective,
         )
+
+    @property
+    def num_replays(self) -> int:
+        """Replays by C so far; no control page tells peers of them."""
+        return self._order.num_replays
 
     def take_over(self, timeout_s: float) -> bool:
         """This runtime uses the slots again, after all that C replayed or prefetched; C relies on nothing in them then.
@@ -112,9 +108,6 @@ class Embedding:
         if all(unit is None for unit in entry):
             return 0
         return self._keys.setdefault(entry, len(self._keys) + 1)
-
-    def _gathers(self, launches: Sequence[AgLaunch]) -> OpList:
-        return gather_list(self._driver, launches, self._prefetch, self._memory, self._transport)
 
 
 def _satisfies(held: Held, wanted: Held) -> bool:

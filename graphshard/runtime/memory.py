@@ -37,6 +37,13 @@ class BufferRow:
     num_bytes: int
 
 
+class NamedBuffers(dict[str, Tensor]):
+    """Static tensors by name. An unknown name is a KeyError that lists the known ones."""
+
+    def __missing__(self, name: object) -> Tensor:
+        raise KeyError(f"no buffer {name!r} here; known: {', '.join(self) or 'none'}")
+
+
 class RuntimeMemory:
     """All memory of a runtime. Tensors are views that keep their allocation alive."""
 
@@ -107,9 +114,9 @@ class RuntimeMemory:
         """The bytes of the resident weight `view`, to be written in the block: for the loader only."""
         return writing_bytes(self._resident_bytes[view.offset : view.offset + view.num_bytes])
 
-    def buffers(self, shape: StepShape, role: BufferRole | None = None) -> dict[str, Tensor]:
+    def buffers(self, shape: StepShape, role: BufferRole | None = None) -> NamedBuffers:
         """The buffers (of one role) as a step of `shape` sees them: caches by their first `batch_size` rows."""
-        tensors = {}
+        tensors = NamedBuffers()
         for spec in self._buffer_specs[shape]:
             if role is not None and spec.role != role:
                 continue

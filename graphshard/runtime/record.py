@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from graphshard.core.errors import DeviceError
 from graphshard.runtime.arena import Arena
+from graphshard.runtime.aten import AtenMode
 from graphshard.runtime.out_calls import Call, OpOverload, in_place_calls, out_calls
 from graphshard.runtime.refusals import HostReads, check_permitted, refuse
 
@@ -81,15 +82,11 @@ def record(run: Callable[[], None], arena: Arena, where: str = "") -> Tape:
     return Tape(recorder.calls, recorder.names, recorder.num_views)
 
 
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Recorder(AtenMode):  # type: ignore[no-untyped-call]
     """The dispatch mode that sees every ATen call of the recording thread."""
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch imports torch._dynamo, a second and 70 MiB in every process, to disable it here
-
     def __init__(self, arena: Arena) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.calls: list[Call] = []
         self.names: list[str] = []
         self.num_views = 0
@@ -98,15 +95,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._owned: dict[tuple[object, ...], Tensor] = {}
         self._temporaries: list[tuple[weakref.ref[Tensor], str]] = []
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def on_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run and record one call; what it returns lies at the address that replays will write."""
-        kwargs = kwargs or {}
         if _is_composite(func):
             with self:
                 return func._op_dk(_COMPOSITE, *args, **kwargs)

@@ -8,10 +8,10 @@ runs, replays and prefetches.
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from functools import partial
 from types import TracebackType
 
@@ -41,6 +41,8 @@ from graphshard.runtime.memory import BufferRow, RuntimeMemory
 from graphshard.runtime.model import StepState
 from graphshard.runtime.stepping import Stepping
 
+_log = logging.getLogger("graphshard")
+
 
 class Runtime(Stepping):
     """One rank's runtime. Built by `graphshard.compile`; close it, or use it as a context manager."""
@@ -57,7 +59,6 @@ class Runtime(Stepping):
         control: ControlTable,
         compute: ComputeTable,
         hooks: Hooks,
-        timeout_s: float,
         torch_cuda: TorchCuda | None = None,
     ) -> None:
         """With `torch_cuda` compute is torch's on a GPU; else it is the host's."""
@@ -69,17 +70,16 @@ class Runtime(Stepping):
             transport=transport,
             alignment=alignment,
             hooks=hooks,
-            timeout_s=timeout_s,
         )
         self.group = group
         self._control, self._compute = control, compute
-        self.turn = StepTurn(timeout_s)
+        self.turn = StepTurn(self.timeout_s)
         if torch_cuda is not None:
-            self._cuda = CudaCompute(compute, torch_cuda, tuple(self._streams.values()), timeout_s=timeout_s)
+            self._cuda = CudaCompute(compute, torch_cuda, tuple(self._streams.values()), timeout_s=self.timeout_s)
             self._in_flight = InFlight(driver)
             if alignment.watched is not None:
                 watched = alignment.watched
-                self._watchdog = Watchdog(self.turn.lock, self._in_flight, watched, timeout_s, hooks.look_s)
+                self._watchdog = Watchdog(self.turn.lock, self._in_flight, watched, self.timeout_s, hooks.look_s)
         self.observer: StepObserver | None = None
         """Told of the layers of steps that run as loops (`begin_step`); set by `attach`."""
         self._graphs: dict[StepShape, StepGraph] = {}
@@ -140,7 +140,8 @@ class Runtime(Stepping):
 
         As collective as the transport's gathers are; takes the capture lock for each segment.
         """
-        return self._compute.captured(shape, bound.computes, self.gather_now, lambda: self._capture_lock(shape))
+        lock = partial(capture_lock, f"step shape {shape}", self.timeout_s)
+        return self._compute.captured(shape, bound.computes, self.gather_now, lock)
 
     def warm_up(self) -> None:
         """Load every kernel of compute, before peers may wait for this rank in a gather. Local. Nothing on `host`.
@@ -159,37 +160,33 @@ class Runtime(Stepping):
                         self._cuda.warm_up(shape, self._bound[shape].computes)
 
     def _capture_on_host(self, shape: StepShape, calls: Calls, bound: BoundProgram) -> Captured:
-        with self._capture_lock(shape):
-            try:
-                return HostCaptured.capture(calls, self.plan.executor, self.hooks.seed, bound, self.timeout_s)
-            except DriverError as error:
-                raise DeviceError(f"step shape {shape} cannot be captured: {error}") from error
+        try:
+            return HostCaptured.capture(calls, self.plan.executor, self.hooks.seed, bound, self.timeout_s)
+        except DriverError as error:
+            raise DeviceError(f"step shape {shape} cannot be captured: {error}") from error
 
     def _capture_on_cuda(self, cuda: CudaCompute, shape: StepShape, bound: BoundProgram) -> Captured:
         """Takes the capture lock itself, after the warm-up: segments may wait for ranks that are threads here."""
         with self._memory.unchanged_buffers():
             return cuda.capture(shape, bound)
 
-    def _capture_lock(self, shape: StepShape) -> AbstractContextManager[None]:
-        return capture_lock(f"step shape {shape}", self.timeout_s)
-
     def graph(self, batch_size: int, tokens_per_sequence: int = 1) -> StepGraph:
         """The smallest captured step that fits `batch_size` sequences of `tokens_per_sequence` tokens.
 
         Raises:
-            SpecError: none was captured that is large enough.
+            SpecError: none was captured that is large enough, or that is no step shape.
         """
         self.check_open()
+        wanted = StepShape(batch_size, tokens_per_sequence)
         fitting = [
             shape
             for shape in self._graphs
-            if shape.batch_size >= batch_size and shape.tokens_per_sequence == tokens_per_sequence
+            if shape.batch_size >= wanted.batch_size and shape.tokens_per_sequence == wanted.tokens_per_sequence
         ]
         if not fitting:
             known = ", ".join(map(str, sorted(self._graphs))) or "none"
             raise SpecError(
-                f"no captured step fits {StepShape(batch_size, tokens_per_sequence)}; captured: {known}. "
-                "Add it to capture_sizes, or call Runtime.capture"
+                f"no captured step fits {wanted}; captured: {known}. Add it to capture_sizes, or call Runtime.capture"
             )
         return self._graphs[min(fitting)]
 
@@ -328,6 +325,9 @@ class Runtime(Stepping):
     def close(self) -> None:
         """Give everything back. Local, bounded, idempotent; peers may go on.
 
+        What was enqueued ends first. If it does not, because it needs a peer that is gone, say, that is logged (logger
+        `graphshard`), and so is what cannot be given back then (`must_exit`).
+
         # Note [teardown order]: graphs hold addresses, so they go first; then the op lists with their streams, then
         # peers' windows, then our own memory (its views keep it mapped until the last of them dies).
         """
@@ -343,9 +343,12 @@ class Runtime(Stepping):
             self.turn.give_up()
             self._closed = True
             self._admission.close()
-            if self._alignment.broken is None:  # else what is enqueued waits for peers that will not come
+            alone = self._alignment.broken
+            if alone is None:  # else what is enqueued waits for peers that will not come
                 self.follow_caller()  # who may read outputs still
-                self._drain()
+                alone = self._drain()
+                if alone is not None:
+                    _log.warning("rank %d closes before what it enqueued has ended: %s", self.rank, alone)
             for graph in self._graphs.values():
                 graph.close()
             self._graphs.clear()
@@ -358,9 +361,10 @@ class Runtime(Stepping):
             self._transport.close()
             self._must_exit = self._transport.must_exit
             if self._must_exit is not None:
+                _log.error("rank %d: this process must exit: %s (%s)", self.rank, self._must_exit, alone)
                 leave_behind(self._streams, self._memory, self._done, self._slots, self._in_flight)
             self._streams.clear()
-            del self._admission, self._slots, self._compute, self._done, self._memory
+            del self._admission, self._slots, self._compute, self._ground, self._done, self._memory
 
     @property
     def must_exit(self) -> str | None:

@@ -10,35 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from graphshard._core import Calls, Driver, Event, OpList, Stream
-from graphshard.comm.transport import Transport
+from graphshard._core import Calls, Event, OpList
 from graphshard.core.ops import AgLaunch
 from graphshard.core.program import Program
-from graphshard.runtime.bind import Hooks, bind_gather
-from graphshard.runtime.memory import RuntimeMemory
+from graphshard.runtime.bind import Ground, bind_gathers
 
 
 class SlotTable:
     """Which unit each slot holds, as far as is known on the host, in the order in which work was enqueued."""
 
-    def __init__(
-        self,
-        driver: Driver,
-        num_slots: int,
-        compute: Stream,
-        prefetch: Stream,
-        memory: RuntimeMemory,
-        transport: Transport,
-        hooks: Hooks,
-        before_gathers: Callable[[Sequence[int]], None],
-    ) -> None:
+    def __init__(self, num_slots: int, ground: Ground, before_gathers: Callable[[Sequence[int]], None]) -> None:
         """`before_gathers(units)` is called before gathers of `units` are issued from here."""
         self._before_gathers = before_gathers
-        self._driver = driver
         self._held: list[int | None] = [None] * num_slots
-        self._compute, self._prefetch = compute, prefetch
-        self._memory, self._transport, self._hooks = memory, transport, hooks
-        self._last_use, self._arrived = Event(driver), Event(driver)
+        self._ground = ground
+        self._compute, self._prefetch = ground.streams["compute"], ground.streams["prefetch"]
+        self._last_use, self._arrived = Event(ground.driver), Event(ground.driver)
         self._gathers: dict[AgLaunch, OpList] = {}
         self._no_calls = Calls([])
         self._used = False
@@ -96,9 +83,7 @@ class SlotTable:
             self._prefetch.wait(self._last_use)
         for launch in launches:
             if launch not in self._gathers:
-                self._gathers[launch] = bind_gather(
-                    self._driver, launch, self._prefetch, self._memory, self._transport, self._hooks
-                )
+                self._gathers[launch] = bind_gathers([launch], self._ground)
             self._gathers[launch].issue(self._no_calls)
             self._held[launch.slot] = launch.unit
             self.num_primes += 1

@@ -122,9 +122,7 @@ class Stepping(Binding):
         with self.turn.lock:
             self.check_open()  # no use of the slots: a rank may ask for a handle alone
             if self._embedding is None:
-                self._embedding = Embedding(
-                    self.driver, self._streams, self._memory, self._transport, self._done, self._control.mine
-                )
+                self._embedding = Embedding(self._ground, self._control.mine)
                 self._embedding.hand_over()
             executor = self.plan.executor if self._cuda is None else ""
             return self._embedding.step(shape, captured, inputs, outputs, executor)

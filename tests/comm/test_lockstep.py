@@ -90,7 +90,7 @@ def test_a_peer_that_has_ended_what_is_waited_for_is_not_missed_when_it_closes()
     ranks = Ranks()
     ranks.issue(0, 1, 2)
     for rank in (1, 2):
-        ranks.locks[rank].ended()
+        assert ranks.locks[rank].drain(at_once, is_posted=True) is None
         ranks.pages[rank].set_state(CLOSED)
     looks = iter([False, False, True])
     assert ranks.locks[0].wait(lambda timeout_s: next(looks), STEP)
@@ -99,13 +99,33 @@ def test_a_peer_that_has_ended_what_is_waited_for_is_not_missed_when_it_closes()
 def test_a_peer_that_closed_before_that_is_named() -> None:
     ranks = Ranks(timeout_s=60.0)
     ranks.issue(0, 1, 2)
-    ranks.locks[1].ended()
+    assert ranks.locks[1].drain(at_once, is_posted=True) is None
     ranks.issue(0, 2)
     ranks.pages[1].set_state(CLOSED)
     earlier = Awaited("step 1 of shape 1x1 (graph)", 1, str, number=1)
     looks = iter([False, True])
     assert ranks.locks[0].wait(lambda timeout_s: next(looks), earlier), "the first batch needs nobody any more"
     assert "closed its runtime while rank 0 waited for step 1" in error_of(lambda: ranks.locks[0].wait(never, STEP))
+
+
+def test_a_rank_that_closes_does_not_wait_for_a_peer_that_is_gone() -> None:
+    """Batches that peers have posted, and ended, end here too; of what C replayed no page tells."""
+    ranks = Ranks(timeout_s=60.0)
+    ranks.issue(0, 1, 2)
+    assert ranks.locks[1].drain(at_once, is_posted=True) is None
+    ranks.pages[1].set_state(CLOSED)
+    looks = iter([False, False, True])
+    assert ranks.locks[0].drain(lambda timeout_s: next(looks), is_posted=True) is None
+    reason = ranks.locks[0].drain(never, is_posted=False)
+    assert reason is not None and " closed its runtime, and may not have come to it" in reason
+    assert ranks.locks[0].broken == reason and ranks.libraries[0].num_breaks == 1
+
+
+def test_a_rank_that_closes_adopts_the_failure_of_a_peer() -> None:
+    ranks = Ranks(timeout_s=60.0)
+    ranks.issue(0, 1, 2)
+    error = ranks.locks[2].fail(ValueError("no memory"), "step 1")
+    assert ranks.locks[0].drain(never, is_posted=True) == str(error)
 
 
 def test_what_a_library_says_ends_the_wait() -> None:

@@ -41,6 +41,11 @@ def calls_of(communicator: Communicator, driver: Driver) -> dict[str, Callable[[
     }
 
 
+def calls_for_peers(fake: FakeNccl) -> list[str]:
+    """All calls but those that free memory, which dropped owners make when the streams are done."""
+    return [call for call in fake.calls() if not call.startswith("ncclMemFree")]
+
+
 BOUNDED = ("ncclMemAlloc", "ncclCommWindowRegister", "ncclCommWindowDeregister", "ncclAllGather", "ncclReduceScatter")
 
 
@@ -56,11 +61,11 @@ def test_every_call_with_a_limit_is_bounded(
     assert late.value.code == 7
     assert communicator.is_broken
     assert f"it is broken: {entry_point} did not return" in (communicator.async_error() or "")
-    made = fake.calls()
+    made = calls_for_peers(fake)
     for name, call in [*calls.items(), ("ncclCommDestroy", lambda: communicator.destroy(SHORT_S))]:
         with pytest.raises(NcclError, match=f"^{name} refused: .* it is broken: {entry_point} did not return"):
             call()
-    assert fake.calls() == made
+    assert calls_for_peers(fake) == made
     assert communicator.abort(TIMEOUT_S)  # although that call is stuck still
 
 

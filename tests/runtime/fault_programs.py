@@ -23,14 +23,18 @@ def meet_and_part(group: Group) -> dict[str, Any]:
     tensors = model.tensors()
     names = sorted(tensors, key=hash) if group.rank else list(tensors)
     shuffled = {name: tensors[name] for name in reversed(names)}
-    with compile_bytes(group, model, checkpoint=shuffled, units="weight", prefetch_depth=1, head="tail") as runtime:
+    choices: dict[str, Any] = {"units": "weight", "prefetch_depth": 1, "head": "tail"}
+    with compile_bytes(group, model, checkpoint=shuffled, transport="nccl", **choices) as collective:
+        wrong = wrong_after(collective, model, collective.graph(batch_size=1).replay)
+        listed = collective._bound[StepShape(1)].lowered.digest
+    with compile_bytes(group, model, checkpoint=shuffled, **choices) as runtime:
         graph = runtime.graph(batch_size=1)
-        wrong = wrong_after(runtime, model, graph.replay)
+        wrong += wrong_after(runtime, model, graph.replay)
         found = {
             "hash": hash("graphshard"),
             "order": list(shuffled),
             "digests": [runtime.model.digest, runtime.plan.digest, runtime.layout.digest],
-            "list": runtime._bound[StepShape(1)].lowered.digest,
+            "lists": [runtime._bound[StepShape(1)].lowered.digest, listed],
         }
         told = [value for value, _ in group.all_gather(found)]
         end(group.rank)

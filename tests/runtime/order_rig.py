@@ -80,16 +80,9 @@ class Rig:
         """Bind and capture `program`, with a list of one's own if wished; nobody verifies either."""
         lowered = lowered or lower(program, WORLD_SIZE)
         with mock.patch.object(bind, "lower", lambda *_, **__: lowered):
-            bound = bind.bind_program(
-                self.driver,
-                program,
-                self.streams,
-                self.memory,
-                self.transport,
-                num_copy_streams=1,
-                done=self.done,
-                hooks=hooks or Hooks(poison=True),
-            )
+            hooks = hooks or Hooks(poison=True)
+            ground = bind.Ground(self.driver, self.memory, self.transport, self.streams, self.done, hooks=hooks)
+            bound = bind.bind_program(program, ground)
         calls = Calls([self._reader(op) for op in bound.computes])
         try:
             return Step(program, bound, calls, bound.op_list.capture(calls), "")

@@ -38,7 +38,7 @@ def beside(group: Group, fault: str, run: str, transport: str, limit_s: float) -
         act = stepper(runtime, run)
         wrong = [line for _ in range(2) for line in wrong_after(runtime, model, act)]
         group.barrier("two steps")
-        runtime.timeout_s = runtime._alignment._timeout_s = limit_s  # type: ignore[attr-defined]
+        runtime.timeout_s = limit_s
         if group.rank == failing:
             told = _fail(group, runtime, fault, run, latch)
         else:

@@ -300,7 +300,7 @@ def leave_one_out(group: Group, kind: str, limit_s: float) -> dict[str, Any]:
     runtime = rank.runtime
     wrong = rank.wrong_after(lambda: runtime.run(1), 1)
     group.barrier("all are right")
-    runtime._alignment._timeout_s = limit_s  # type: ignore[attr-defined]
+    runtime.timeout_s = limit_s
     rank.server.num_left_out = group.rank
     text = ""
     for _ in range(3):  # two may be in flight

@@ -189,6 +189,41 @@ def test_under_nccl_a_server_replays_what_all_ranks_promised_to_replay() -> None
     assert run_on_ranks(alike_by_promise, 2) == [[], []]
 
 
+def unlike_by_c(group: Group) -> list[str | None]:
+    """Rank 0 replays once more than rank 1, which closes; how rank 0's wait ended, and why it must exit."""
+    runtime = compile_bytes(group, model_of(), units="layer", prefetch_depth=1, transport="nccl")
+    graph = runtime.graph(batch_size=1)
+    graph.promise_alike()
+    step = EmbeddedStep(graph.handle)
+    by_c(step)
+    late = ""
+    if group.rank == 0:
+        assert step.replay() == OK, step.error
+        assert step.wait(0.05) == TIMEOUT
+        late = step.error
+    group.barrier("one has waited")
+    if group.rank == 1:
+        step.release()
+        runtime.close()
+    group.barrier("rank 1 has closed")
+    runtime.close()
+    return [late, runtime.must_exit]
+
+
+def test_under_nccl_closing_after_unlike_replays_of_c_looks_at_the_peers(caplog: pytest.LogCaptureFixture) -> None:
+    """A1, I9: long before the limit of 30 s, and saying why."""
+    (late, must_exit), (_, other) = run_on_ranks(unlike_by_c, 2)
+    assert late == (
+        "the outputs of step shape 1x1 (transport nccl) did not come within 50 ms; "
+        "its gathers need all ranks: a peer may not have replayed it"
+    )
+    said = [record.getMessage() for record in caplog.records if record.name == "graphshard"]
+    assert said[0].startswith("rank 0 closes before what it enqueued has ended: rank 1 (pid "), said
+    assert "closed its runtime, and may not have come to it" in said[0]
+    assert other is None and (must_exit is None) == (len(said) == 1), said
+    assert must_exit is None or f"this process must exit: {must_exit}" in said[1]
+
+
 @pytest.mark.parametrize("head", ["outside", "tail"])
 def test_under_nccl_a_server_issues_no_gathers_beside_the_graph(head: str) -> None:
     def refused(group: Group) -> str:

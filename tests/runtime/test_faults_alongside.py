@@ -88,16 +88,16 @@ def test_a_capture_begins_when_side_streams_are_done(transport: str) -> None:
 
 
 def test_a_side_stream_that_does_not_end_is_named_and_nothing_is_captured() -> None:
-    """Fault C7: under pull the next capture works; under nccl the communicator is broken, see test_faults_peers."""
+    """Fault C7: under pull the next capture works; under nccl the communicator is broken, see test_nccl_peers."""
     model, latch = ByteModel(LAYERS), Latch()
     with alone(model, capture_sizes=[]) as runtime:
         runtime._streams["prefetch"].wait_value(latch.word.address, 1)
-        patience, runtime.timeout_s, runtime._alignment._timeout_s = runtime.timeout_s, 0.1, 0.1  # type: ignore[attr-defined]
+        patience, runtime.timeout_s = runtime.timeout_s, 0.1
         with pytest.raises(graphshard.CommError, match=r"rank 0 waited 0\.1 s for unit 0 outside a step"):
             runtime.capture()
         assert STEP not in runtime._graphs
         latch.open()
-        runtime.timeout_s = runtime._alignment._timeout_s = patience  # type: ignore[attr-defined]
+        runtime.timeout_s = patience
         runtime.capture()
         assert wrong_after(runtime, model, runtime.graph(1).replay) == []
 

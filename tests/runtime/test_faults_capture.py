@@ -240,7 +240,7 @@ def test_captures_of_two_threads_take_turns_or_say_who_holds_them_up() -> None:
         capturing = InThread(runtime.capture)
         assert is_inside.wait(60.0)
         patience, draft.timeout_s = draft.timeout_s, 0.02
-        with pytest.raises(graphshard.DeviceError, match=r"another thread's capture did not end within 0\.0 s"):
+        with pytest.raises(graphshard.DeviceError, match=r"cannot be captured: .* another capture is open"):
             draft.capture()
         draft.timeout_s = patience
         waiting = InThread(draft.capture)

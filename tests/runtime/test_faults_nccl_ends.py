@@ -100,7 +100,7 @@ EXIT = """
     from graphshard.core.errors import CommError
 
     (first, _), (second, _) = run_on_ranks(opened, 2, sys.argv[1])
-    first._alignment._timeout_s = 0.2
+    first.timeout_s = 0.2
     try:
         first.graph(1).replay() if sys.argv[1] == "graph" else first.run(1)  # alone
     except CommError as error:

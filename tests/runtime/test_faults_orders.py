@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 import pytest
 import torch
 from byte_model import ByteModel
-from byte_steps import compile_bytes
+from byte_steps import compile_bytes, wrong_after
 from fault_tools import reorder
 from mutate import Mutant, list_mutants, program_mutants
 from order_rig import EARLIEST, LATEST, ORDERS, Rig, Step
@@ -82,6 +82,26 @@ def test_slots_are_right_in_every_order(head: str, capsys: pytest.CaptureFixture
     with capsys.disabled():
         print(f"\nhead {head}: {number} replays in {ORDERS} seeded orders, 2 extremes and on threads, all right")
     assert number > ORDERS * len(cases)
+
+
+def orders_in_step(group: Group, choices: dict[str, object]) -> list[str]:
+    """All ranks replay together, each in orders of its own; one in five replays has a thread a stream."""
+    model = ByteModel([[700], [800], [900], [950]])
+    wrong = []
+    with compile_bytes(group, model, units="layer", transport="nccl", **choices) as runtime:
+        graph = runtime.graph(1)
+        for number in range(ORDERS):
+            seed = (*EXTREMES, number * group.world_size + group.rank)[min(number + group.rank, 2)]
+            reorder(graph, seed, "threaded" if number % 5 == group.rank else "cooperative")
+            wrong += wrong_after(runtime, model, graph.replay)
+    return wrong
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_collective_gathers_are_right_in_every_order_of_each_rank(depth: int, head: str) -> None:
+    """Faults B1, D7: no order of one rank's nodes makes another rank wait forever, or see wrong bytes."""
+    assert run_on_ranks(orders_in_step, 3, {"prefetch_depth": depth, "head": head}) == [[], [], []]
 
 
 # --- programs past the verifier ---

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 from byte_model import ByteModel
@@ -29,7 +30,7 @@ def test_lists_do_not_depend_on_the_order_of_dicts_or_on_hash_seeds(parted: list
     told = parted[0].value["told"]
     assert len({str(rank["hash"]) for rank in told}) == 4, "each rank has a hash seed of its own"
     assert len({str(rank["order"]) for rank in told}) > 1 and len({str(sorted(rank["order"])) for rank in told}) == 1
-    assert len({str(rank["digests"]) for rank in told}) == 1 and len({rank["list"] for rank in told}) == 1
+    assert len({str(rank["digests"]) for rank in told}) == 1 and len({str(rank["lists"]) for rank in told}) == 1
 
 
 def test_survivors_go_on_and_close_when_peers_are_gone(parted: list[Outcome]) -> None:
@@ -44,8 +45,8 @@ def test_survivors_go_on_and_close_when_peers_are_gone(parted: list[Outcome]) ->
     assert parted[3].error == "was killed by SIGKILL"
 
 
-def leave_in_a_capture(group: Group) -> list[str]:
-    """Rank 1's capture fails and ends it; the others capture, replay and close without it."""
+def leave_in_a_capture(group: Group, transport: str) -> list[str]:
+    """Rank 1's capture fails and ends it; under pull the others capture, replay and close without it."""
     model = ByteModel(LAYERS)
 
     def fail(segment: Segment, state: StepState) -> None:
@@ -53,7 +54,8 @@ def leave_in_a_capture(group: Group) -> list[str]:
         if group.rank == 1:
             raise RuntimeError("out of luck")
 
-    with compile_bytes(group, model, units="layer", prefetch_depth=1, capture_sizes=[]) as runtime:
+    choices: dict[str, Any] = {"prefetch_depth": 1, "capture_sizes": [], "transport": transport}
+    with compile_bytes(group, model, units="layer", **choices) as runtime:
         with_run(model, 1, fail)
         runtime._compute._segments = model.segments
         runtime.capture()
@@ -62,6 +64,15 @@ def leave_in_a_capture(group: Group) -> list[str]:
 
 def test_a_rank_that_fails_in_its_capture_holds_nobody_up() -> None:
     """Fault I6: a capture is local; nobody waits in it for others."""
-    outcomes = try_on_ranks(leave_in_a_capture, 3)
+    outcomes = try_on_ranks(leave_in_a_capture, 3, "pull")
     assert [outcome.error for outcome in outcomes] == ["", "out of luck", ""]
     assert [outcomes[0].value, outcomes[2].value] == [[], []]
+
+
+def test_under_nccl_a_rank_that_fails_in_its_capture_is_named_on_all() -> None:
+    """Fault I6: the others gather what they record over, and are told that rank 1 will not come."""
+    first, second, third = try_on_ranks(leave_in_a_capture, 3, "nccl")
+    assert second.error == "out of luck"
+    for outcome in (first, third):
+        assert outcome.error_type == "CommError", outcome.traceback
+        assert "rank 1" in outcome.error and "closed its runtime" in outcome.error, outcome.error

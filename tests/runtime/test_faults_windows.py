@@ -51,13 +51,16 @@ def test_windows_registered_1000_times_are_one() -> None:
         table.close()
 
 
-def open_and_close(group: Group, num_times: int) -> tuple[int, int]:
+def open_and_close(group: Group, num_times: int, transport: str) -> tuple[int, int]:
     """Mappings at first and at last."""
     model = ByteModel(LAYERS)
     counts = []
     for _ in range(num_times):
-        with compile_bytes(group, model, units="layer", prefetch_depth=1) as runtime:
-            assert runtime._transport.num_registrations == 1, "all units lie in one window"
+        with compile_bytes(group, model, units="layer", prefetch_depth=1, transport=transport) as runtime:
+            if runtime.is_collective:
+                assert len(runtime._transport.generations()) == 2, "shards, and slots, which peers write to"
+            else:
+                assert runtime._transport.num_registrations == 1, "all units lie in one window"
             runtime.graph(1).replay()
         del runtime
         group.barrier()
@@ -68,11 +71,11 @@ def open_and_close(group: Group, num_times: int) -> tuple[int, int]:
 
 @pytest.mark.usefixtures("few_objects")
 @pytest.mark.parametrize("num_times", [20, pytest.param(1000, marks=pytest.mark.slow)])
-def test_runtimes_opened_again_and_again_hold_nothing(num_times: int) -> None:
+def test_runtimes_opened_again_and_again_hold_nothing(num_times: int, transport: str) -> None:
     """Fault E3: compile, step and close; descriptors, threads and mappings as before."""
-    run_on_ranks(open_and_close, 2, 2)
+    run_on_ranks(open_and_close, 2, 2, transport)
     with no_growth():
-        (first, last), _ = run_on_ranks(open_and_close, 2, num_times, timeout_s=600.0)
+        (first, last), _ = run_on_ranks(open_and_close, 2, num_times, transport, timeout_s=600.0)
         assert last <= first + 4, "mappings do not add up (a peer may not have let go of its last ones)"
     collect()
 

@@ -55,7 +55,7 @@ def test_an_unknown_transport_is_not_replaced_by_another() -> None:
 
 
 @pytest.mark.parametrize("what", ["run", "capture", "prefetch", "begin_step", "admit", "close"])
-def test_a_step_is_not_used_inside_itself(what: str) -> None:
+def test_a_step_is_not_used_inside_itself(what: str, transport: str) -> None:
     model, box = ByteModel(LAYERS), []
     good = model.segments[1]
 
@@ -65,7 +65,7 @@ def test_a_step_is_not_used_inside_itself(what: str) -> None:
         good.run(state)
 
     model.segments = (model.segments[0], Segment(good.spec, inside), *model.segments[2:])
-    with compile_bytes(LocalGroup(1)[0], model, units="layer", capture_sizes=[]) as runtime:
+    with compile_bytes(LocalGroup(1)[0], model, units="layer", capture_sizes=[], transport=transport) as runtime:
         box.append(runtime)
         with pytest.raises(graphshard.ProgramError, match=rf"segment layers\.1\.s0 calls {what} while it runs"):
             runtime.run(1)
@@ -120,10 +120,23 @@ def test_a_signal_ends_a_wait_for_a_step() -> None:
         signal.signal(signal.SIGINT, before)
 
 
-def test_capture_leaves_buffers_as_they_were() -> None:
+def test_capture_leaves_buffers_as_they_were(transport: str) -> None:
     model = ByteModel(LAYERS)
-    with compile_bytes(LocalGroup(1)[0], model, units="layer", capture_sizes=[]) as runtime:
+    with compile_bytes(LocalGroup(1)[0], model, units="layer", capture_sizes=[], transport=transport) as runtime:
         runtime.run(1)
         held = {name: tensor.clone() for name, tensor in runtime.buffers(StepShape(1), "output").items()}
         runtime.capture()
         assert all(torch.equal(held[name], tensor) for name, tensor in runtime.buffers(StepShape(1), "output").items())
+
+
+def test_a_size_that_no_step_has_is_refused_and_a_name_that_no_buffer_has_lists_the_known() -> None:
+    model = ByteModel(LAYERS)
+    with compile_bytes(LocalGroup(1)[0], model) as runtime:
+        for size in (0, -1):
+            with pytest.raises(graphshard.SpecError, match=rf"whole numbers that start at 1, not {size}"):
+                runtime.graph(size)
+        step = runtime.graph(1)
+        name = next(iter(step.outputs))
+        with pytest.raises(KeyError, match=rf"no buffer 'tok' here; known: .*{name}"):
+            step.outputs["tok"]
+        assert "tok" not in step.outputs and step.outputs.get("tok") is None

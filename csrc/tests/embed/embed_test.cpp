@@ -242,6 +242,9 @@ int main(int argc, char** argv) {
   test_collectives(driver);
   test_buffers_and_shapes(driver);
   test_misuse(driver);
+  gs_driver* again = nullptr;
+  check(gs_driver_open(argv[1], 0, &again));
+  require(again == driver, "a driver is opened once");
   const std::string path = argv[1];
   const size_t name = path.rfind('/') + 1;
   gs_driver* other = nullptr;  // one of another path

@@ -7,17 +7,17 @@ and kept. Without a check it would compute with another layer's bytes. The check
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.weak import WeakIdKeyDictionary
 
 from graphshard.core.errors import ProgramError
 from graphshard.core.layout import Layout
 from graphshard.core.plan import Residency
+from graphshard.runtime.aten import AtenMode
 from graphshard.runtime.bind import POISON
 from graphshard.runtime.loop import LayerCall
 from graphshard.runtime.runtime import Runtime
@@ -134,22 +134,15 @@ _READ_INSIDE = "read it inside its own layer's call, or keep it whole with exclu
 _READ_ONLY = "a sharded weight is read only, since its slot is overwritten; keep it whole with exclude="
 
 
-class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Watching(AtenMode):  # type: ignore[no-untyped-call]
     """Sees every ATen call of one thread."""
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch imports torch._dynamo, a second and 70 MiB in every process, to disable it here
-
     def __init__(self, watch: WeightWatch) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._watch = watch
 
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def on_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Check, call, follow views."""
-        kwargs = kwargs or {}
         if func.is_view or func.overloadpacket.__name__ in ("detach", "alias"):
             result = func(*args, **kwargs)
             self._watch.follow(args, kwargs, result)

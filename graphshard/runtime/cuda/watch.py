@@ -5,38 +5,25 @@ A capture itself only says that something was not permitted. Kernels that are la
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-from torch.utils._python_dispatch import TorchDispatchMode
-
 from graphshard.core.errors import DeviceError
+from graphshard.runtime.aten import AtenMode
 from graphshard.runtime.cuda.torch_cuda import LEGACY_STREAMS, TorchCuda
 from graphshard.runtime.refusals import refuse, why_not_random
 
 
-class WarmUpWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class WarmUpWatch(AtenMode):  # type: ignore[no-untyped-call]
     """Refuses work on a legacy stream, and random numbers."""
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch imports torch._dynamo in every process, to disable it here
-
     def __init__(self, torch_cuda: TorchCuda) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._torch = torch_cuda
         self.error: DeviceError | None = None
         """The first refusal: whoever swallows it has not got past it."""
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def on_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one call, unless it is refused."""
-        kwargs = kwargs or {}
         try:
             self._check(func, args, kwargs)
         except DeviceError as error:

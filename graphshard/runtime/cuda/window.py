@@ -6,8 +6,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from graphshard._core import CaptureLock, DriverError
-from graphshard.core.errors import DeviceError
+from graphshard.runtime.capture_lock import capture_lock
 
 
 @contextmanager
@@ -21,12 +20,7 @@ def capture_window(what: str, timeout_s: float) -> Iterator[None]:
     Raises:
         DeviceError: another capture did not end within `timeout_s`.
     """
-    lock = CaptureLock(timeout_s)
-    try:
-        lock.__enter__()
-    except DriverError as error:
-        raise DeviceError(f"{what} cannot be captured: {error}") from error
-    try:
+    with capture_lock(what, timeout_s):
         was_enabled = gc.isenabled()
         gc.disable()
         try:
@@ -34,5 +28,3 @@ def capture_window(what: str, timeout_s: float) -> Iterator[None]:
         finally:
             if was_enabled:
                 gc.enable()
-    finally:
-        lock.__exit__(None, None, None)

@@ -6,11 +6,10 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from graphshard._core import Event
-from graphshard.core.errors import CommError
+from graphshard._core import DriverError, Event
+from graphshard.core.errors import CommError, DeviceError
 from graphshard.core.specs import StepShape
 from graphshard.runtime.bind import BoundProgram
-from graphshard.runtime.capture_lock import capture_lock
 
 if TYPE_CHECKING:
     from graphshard.runtime.runtime import Runtime
@@ -36,8 +35,10 @@ class TracedStep:
         self._events = {i: Event(runtime.driver, timing=True) for i in timed}
         with runtime.turn.lock:
             self._calls = runtime.recorded(shape, self.bound)
-            with capture_lock(f"the trace of step shape {shape}", runtime.timeout_s):
-                graph = self.bound.op_list.capture(self._calls, list(self._events.items()))
+            try:
+                graph = self.bound.op_list.capture(self._calls, list(self._events.items()), runtime.timeout_s)
+            except DriverError as error:
+                raise DeviceError(f"the trace of step shape {shape} cannot be captured: {error}") from error
         self._launcher = graph.instantiate(runtime.plan.executor)
 
     def replay(self) -> dict[int, float]:
