@@ -103,13 +103,16 @@ def attach(
         check: poison slots, and name weights that are read outside their layer's call. Slow.
         own_loop: no hooks: the caller runs the layers, between `before_layer(i)` and `after_layer(i)` of `begin_step`.
         device: "host", or an open device.
-        hardware, timeout_s, hooks, progress, choices: as in `compile`.
+        hardware: as in `compile`.
+        timeout_s: as in `compile`.
+        hooks: as in `compile`.
+        progress: as in `compile`.
+        choices: as in `compile`.
 
     Raises:
         SpecError: the module cannot be attached: on all ranks, before it is changed. Other errors as in `compile`.
     """
-    limits = _limits(timeout_s, hooks, progress)
-    device = _attachable(_opened(device, group))
+    limits, device = _limits(timeout_s, hooks, progress), _attachable(_opened(device, group))
     with agree_on_device(group, device) as agreed:
         return attach_module(
             module,
