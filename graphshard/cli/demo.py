@@ -12,6 +12,7 @@ from graphshard.bench.stats import summarize
 from graphshard.cli.common import COUNT, Names, Output, answering, check_writable, rank_values
 from graphshard.cli.planning import IntOrAuto, Units, transport_option
 from graphshard.cli.prompts import PROMPTS, Codec
+from graphshard.core.counts import counted
 from graphshard.core.sizes import format_bytes
 from graphshard.models.config import load_llama_config
 from graphshard.report.tables import table_of
@@ -61,8 +62,9 @@ def command(
     check_writable("--png", png)
     begin = time.perf_counter()
     folder = model or _smollm2()
-    out.say(f"model ready after {time.perf_counter() - begin:.1f} s: {folder.name}; starting {world_size} ranks")
-    codec, vocab_size = Codec(folder), load_llama_config(folder).vocab_size
+    codec, vocab_size = Codec(folder), load_llama_config(folder).vocab_size  # refused before anything is said
+    ready_s = time.perf_counter() - begin
+    out.say(f"model ready after {ready_s:.1f} s: {folder.name}; starting {counted(world_size, 'rank')}")
     request: dict[str, Any] = {
         "model": str(folder),
         "prompts": [codec.encode(prompt, vocab_size) for prompt in PROMPTS],
@@ -180,7 +182,7 @@ def _show(out: Output, rows: list[dict[str, Any]], answer: dict[str, Any]) -> No
         "identical": "same bits",
     }
     out.say()
-    out.say(table_of(rows, columns, f"{answer['world_size']} ranks, step shape {answer['step_shape']}"))
+    out.say(table_of(rows, columns, f"{counted(answer['world_size'], 'rank')}, step shape {answer['step_shape']}"))
     sizes = {key: format_bytes(answer[key]) for key in ("total_bytes", "shardable_bytes", "kept_bytes")}
     out.say(
         f"weights {sizes['total_bytes']}, of which {sizes['shardable_bytes']} are sharded and "

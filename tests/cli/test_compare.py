@@ -82,6 +82,8 @@ def test_a_fall_back_to_kernels_is_told_with_unit_and_node() -> None:  # E7
     assert told["problems"][0].startswith("rank 0: unit 0 (op 1 ag_launch unit=0 slot=0 stream=copy): node ")
     assert told["outputs_equal"] is True, "right bytes, by other means"
     assert told["sequences_equal"] is False and told["first_difference"]["field"] == "unit"
+    assert told["first_difference"]["other"].startswith("gather by a kernel, no copy that names a unit: stream=copy")
+    assert "None" not in answer.err
     assert "ranks 0 1: kernel nodes in 4 of 4 gathers" in answer.err and "UserWarning" not in answer.err
 
 

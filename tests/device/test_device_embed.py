@@ -40,6 +40,11 @@ def test_the_example_builds_and_runs_against_the_installed_package(tmp_path: Pat
     )
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.startswith("10000 replays of 6 layers on 2 ranks, all bytes right, ")
+    for bad in ("0", "-1", "many", "12x", "99999999999", ""):
+        ran = subprocess.run(
+            [str(tmp_path / "embed"), str(library_path()), bad], capture_output=True, text=True, timeout=TIMEOUT_S
+        )
+        assert ran.returncode == 2 and ran.stderr == f'embed: REPLAYS is "{bad}": give 1 to 999999999\n'
     needed = subprocess.run(["ldd", str(tmp_path / "embed")], capture_output=True, text=True, timeout=TIMEOUT_S).stdout
     assert f"libgraphshard.so => {PACKAGE}/lib/libgraphshard.so" in needed and "python" not in needed.split("/lib/")[0]
     libraries = [line.split()[0] for line in needed.splitlines()]
