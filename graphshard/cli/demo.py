@@ -63,8 +63,7 @@ def command(
     begin = time.perf_counter()
     folder = model or _smollm2()
     codec, vocab_size = Codec(folder), load_llama_config(folder).vocab_size  # refused before anything is said
-    ready_s = time.perf_counter() - begin
-    out.say(f"model ready after {ready_s:.1f} s: {folder.name}; starting {counted(world_size, 'rank')}")
+    _say_ready(out, folder, time.perf_counter() - begin, world_size)
     request: dict[str, Any] = {
         "model": str(folder),
         "prompts": [codec.encode(prompt, vocab_size) for prompt in PROMPTS],
@@ -90,6 +89,10 @@ def command(
     out.say(f"{_verdict(answer)}; timeline: {png}; {answer['total_s']:.1f} s in all")
     out.emit(rows, **answer)
     return bool(answer["identical"])
+
+
+def _say_ready(out: Output, folder: Path, seconds: float, world_size: int) -> None:
+    out.say(f"model ready after {seconds:.1f} s: {folder.name}; starting {counted(world_size, 'rank')}")
 
 
 def _smollm2() -> Path:
