@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 
-def counted(number: int, noun: str) -> str:
-    """`number` and `noun`, which takes an s unless there is one."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+def counted(number: int, noun: str, plural: str | None = None) -> str:
+    """`number` and `noun`, which takes an s, or is `plural`, unless there is one."""
+    return f"{number} {noun if number == 1 else plural or noun + 's'}"
 
 
 def which_ranks(ranks: Iterable[int]) -> str:
