@@ -3,8 +3,13 @@
 #
 #   bash bench/gpu_check.sh [--device cuda|host] [--out FOLDER] [--steps probe,build,...] [--no-build] [--limit-s 465]
 #
-# Results are in FOLDER (default $OUT, else bench/results/<date>-<card>): results.json and table.md, brought up to date
-# after every step, and log.txt. Exit code 1 if anything failed or was cut short. PYTHON names the interpreter.
+# Results are in FOLDER (default $OUT, else bench/results/<date>-<card>; of the host build/gpu_check/<date>-host):
+# results.json and table.md, brought up to date after every step, and log.txt. Exit code 1 if anything failed or was cut
+# short. The interpreter is $PYTHON, else the active environment's, else .venv's, else python3.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-exec "${PYTHON:-python3}" "$here/gpu/check.py" "$@"
+python=${PYTHON:-}
+for place in "${VIRTUAL_ENV:+$VIRTUAL_ENV/bin/python}" "$here/../.venv/bin/python"; do
+  if [[ -z $python && -x $place ]]; then python=$place; fi
+done
+exec "${python:-python3}" "$here/gpu/check.py" "$@"

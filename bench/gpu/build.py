@@ -15,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from pip_output import PROGRESS, error_of
+
 ROOT = Path(__file__).resolve().parents[2]
 BESIDE = ("tests", "csrc", "cmake", "docs", "bench/gpu", "CMakeLists.txt", "pyproject.toml", "README.md")
 """What tests read of the checkout."""
@@ -48,9 +50,23 @@ def install(work: Path) -> dict[str, Any]:
     defines = {"GRAPHSHARD_CUDA_INCLUDE_DIR": include, "GRAPHSHARD_WERROR": "OFF"}  # whatever compiler is there
     command += ["-C", f"build-dir={work / 'build'}"]
     command += [part for name, value in defines.items() for part in ("-C", f"cmake.define.{name}={value}")]
-    done = subprocess.run([*command, str(ROOT)], capture_output=True, text=True)  # the step has a limit
-    if done.returncode:
-        raise RuntimeError(f"pip ended with {done.returncode}: {(done.stdout + done.stderr)[-3000:]}")
+    print("pip builds the package; --no-build takes the installed one", flush=True)
+    lines: list[str] = []
+    process = subprocess.Popen(  # the step has a limit
+        [*command, "--verbose", str(ROOT)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        lines.append(line.rstrip())
+        if PROGRESS.match(line):
+            print(line.strip(), flush=True)
+    if process.wait():
+        print("\n".join(lines), flush=True)
+        raise RuntimeError(f"pip ended with {process.returncode}: {error_of(lines)}")
     return {"cuda_include": include}
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import importlib.util
 import os
 import re
@@ -22,7 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from summary import StepResult, write_results
+from needs import lacking
+from summary import StepResult, outcome, write_results
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -194,6 +196,26 @@ def folder_name(device: str, facts: dict[str, str]) -> str:
     return f"{time.strftime('%Y-%m-%d')}-{card}"
 
 
+def lock_folder(stack: contextlib.ExitStack, option: str, folder: Path) -> None:
+    """Keep other runs out of `folder` until `stack` is left: they would replace each other's files.
+
+    Raises:
+        BlockingIOError: another run is in it.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    stack.callback(os.close, descriptor)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise BlockingIOError(f"another run uses {folder}: wait for it, or give another folder by {option}") from None
+
+
+def _default_out(device: str, facts: dict[str, str]) -> Path:
+    """What a card did is kept in the repository; a dry run is not."""
+    parent = ROOT / "build" / "gpu_check" if device == "host" else ROOT / "bench" / "results"
+    return parent / folder_name(device, facts)
+
+
 def _steps(text: str) -> list[str]:
     names = text.split(",")
     unknown = [name for name in names if name not in STEPS]
@@ -205,40 +227,67 @@ def _steps(text: str) -> list[str]:
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench/gpu_check.sh", description=__doc__)
     parser.add_argument("--device", choices=("cuda", "host"), default="cuda")
-    parser.add_argument("--out", type=Path, default=os.environ.get("OUT"), help="folder of the results")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=os.environ.get("OUT"),
+        help="folder of the results (default $OUT; else bench/results, dry runs build/gpu_check)",
+    )
     parser.add_argument("--steps", type=_steps, default=list(STEPS), help=f"some of {','.join(STEPS)}")
-    parser.add_argument("--no-build", action="store_true", help="use the installed package, and the tests beside it")
+    parser.add_argument(
+        "--no-build",
+        action="store_true",
+        help="leave out the build, minutes on few cores: take the installed package, and the tests of this checkout",
+    )
     parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="of the whole run, in seconds")
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "gpu_check", help="folder for what is built")
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """All steps; 1 if one failed."""
+    """All steps; 1 if one failed, 2 if the run cannot begin."""
     options = _options(arguments)
-    began = time.monotonic()
-    facts = card_facts(options.device)
-    out = options.out or ROOT / "bench" / "results" / folder_name(options.device, facts)
-    out, work = Path(out).resolve(), options.work.resolve()
-    out.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(work / "steps", ignore_errors=True)
-    (work / "steps").mkdir(parents=True)
     steps = [name for name in options.steps if not (options.no_build and name == "build")]
-    run = Run(options.device, out, work, not options.no_build, began)
-    run.deadline += options.limit_s * run.patience
-    config: dict[str, Any] = {"device": run.device, "steps": steps, "limit_s": options.limit_s, "card": facts}
-    with (out / "log.txt").open("w", encoding="utf-8") as file:
+    missing = lacking(steps, not options.no_build)
+    if missing:
+        refusal = f"{sys.executable} lacks {', '.join(missing)}: activate .venv, or set PYTHON=..."
+        print(f"bench/gpu_check.sh: {refusal}", file=sys.stderr)
+        return 2
+    facts = card_facts(options.device)
+    out, work = Path(options.out or _default_out(options.device, facts)).resolve(), options.work.resolve()
+    with contextlib.ExitStack() as stack:
+        try:
+            for option, folder in {"--work": work, "--out": out}.items():
+                folder.mkdir(parents=True, exist_ok=True)
+                lock_folder(stack, option, folder)
+        except OSError as error:
+            print(f"bench/gpu_check.sh: {error}", file=sys.stderr)
+            return 2
+        shutil.rmtree(work / "steps", ignore_errors=True)
+        (work / "steps").mkdir()
+        config = {"device": options.device, "steps": steps, "limit_s": options.limit_s, "card": facts}
+        return _run_all(Run(options.device, out, work, not options.no_build, 0.0), config)
+
+
+def _run_all(run: Run, config: dict[str, Any]) -> int:
+    """The chosen steps in turn, and what they said as it is said; 1 if one failed."""
+    began = time.monotonic()
+    run.deadline = began + config["limit_s"] * run.patience
+    steps: list[str] = config["steps"]
+    has_failed = False
+    with (run.out / "log.txt").open("w", encoding="utf-8") as file:
 
         def log(line: str) -> None:
             print(line, flush=True)
             file.write(line + "\n")
             file.flush()
 
-        for name in steps:
-            log(f"== {name}, {time.monotonic() - began:.0f} s after the start")
+        for number, name in enumerate(steps, 1):
+            log(f"== {name} ({number} of {len(steps)}), {time.monotonic() - began:.0f} s after the start")
             run.results.append(run_step(run, name, log))
-            table, has_failed = write_results(out, config, run.results, time.monotonic() - began)
-        log(f"\n{table}\n{out}")
+            table, has_failed = write_results(run.out, config, run.results, time.monotonic() - began)
+            log(f"== {name}: {outcome(run.results[-1])}")
+        log(f"\n{table}\n{run.out}")
     return 1 if has_failed else 0
 
 

@@ -12,6 +12,9 @@ from pathlib import Path
 from typing import Any
 
 FAILED = ("failed", "cut short", "not run")
+HOST_DRIVER = "graphshard's host driver"
+HOST_NCCL = "graphshard's host NCCL"
+"""What a dry run is made over: its rows say so, for they show nothing of a GPU or of NVIDIA's NCCL."""
 
 Row = dict[str, Any]
 
@@ -43,11 +46,21 @@ class StepResult:
         return rows
 
 
+def outcome(result: StepResult) -> str:
+    """A step's end in a line."""
+    counts = Counter(row["status"] for row in result.rows())
+    told = ", ".join(f"{count} {status}" for status, count in counts.items())
+    return f"{told} in {result.seconds:.1f} s" + (f" ({result.reason})" if result.reason else "")
+
+
 def write_results(
     out: Path, config: Mapping[str, Any], results: Sequence[StepResult], seconds: float
 ) -> tuple[str, bool]:
     """Write results.json and table.md; the table, and whether anything failed."""
     rows = [row for result in results for row in result.rows()]
+    if config.get("device") == "host":
+        for row in (row for row in rows if row["step"] != "build"):
+            row["over"] = HOST_NCCL if row["step"] == "nccl" else HOST_DRIVER
     counts = {status: sum(row["status"] == status for row in rows) for status in ("passed", "skipped", *FAILED)}
     has_failed = any(counts[status] for status in FAILED)
     document = {
@@ -72,6 +85,7 @@ def table_text(rows: Sequence[Row], counts: Mapping[str, int], seconds: float) -
         if row in passed_tests:
             continue
         what = row.get("reason") or figures(row)
+        what = f"{row['over']}: {what}" if "over" in row else what
         cells = (row["step"], row["check"], row["status"], str(row.get("seconds", "")), what)
         lines.append("| " + " | ".join(cell.replace("|", "/").replace("\n", " ")[:900] for cell in cells) + " |")
     for step, count in Counter(row["step"] for row in passed_tests).items():
@@ -122,7 +136,7 @@ _FIGURES: dict[str, Callable[[Row], list[str]]] = {
     "us_per_replay": lambda row: [f"{row['num_replays']} replays, {row['us_per_replay']:.1f} us each"],
     "num_wrong": lambda row: [f"{row['num_replays']} replays, {row['num_wrong']} wrong bytes"],
     "label": lambda row: [row["label"]],
-    "version": lambda row: [f"NCCL {row['version']}"],
+    "version": lambda row: [f"{'it says that it is ' if 'over' in row else ''}NCCL {row['version']}"],
 }
 
 

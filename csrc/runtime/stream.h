@@ -9,8 +9,8 @@ namespace graphshard {
 class Stream : public std::enable_shared_from_this<Stream> {
  public:
   explicit Stream(Driver& driver);
-  // Somebody else's stream, as StreamHandle says: it outlives also every list, graph and step that used it, which ask it
-  // when they are dropped, and later, whether their work has ended (Note [retired owners]).
+  // Somebody else's stream, as StreamHandle says: it outlives also every list, graph and step that used it, which ask
+  // it when they are dropped, and later, whether their work has ended (Note [retired owners]).
   static std::shared_ptr<Stream> from_handle(Driver& driver, CUstream handle);
   // As from_handle; one that this driver made is shared instead, and lives as long as this.
   static std::shared_ptr<Stream> share(Driver& driver, CUstream handle);

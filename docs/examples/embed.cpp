@@ -171,7 +171,10 @@ void replay(const Rank& rank, int num_replays) {
 
 int main(int argc, char** argv) {
   if (argc < 2) return std::fprintf(stderr, "usage: %s DRIVER_LIBRARY [REPLAYS]\n", argv[0]), 2;
-  const int num_replays = argc > 2 ? std::atoi(argv[2]) : 10000;
+  const char* text = argc > 2 ? argv[2] : "10000";
+  const bool is_number = text[std::strspn(text, "0123456789")] == '\0' && std::strlen(text) < 10;
+  const int num_replays = is_number ? std::atoi(text) : 0;
+  if (num_replays < 1) return std::fprintf(stderr, "embed: REPLAYS is \"%s\": give 1 to 999999999\n", text), 2;
   gs_driver* driver = nullptr;
   check(gs_driver_open(argv[1], 0, &driver));
   std::vector<Shard> shards;

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -12,16 +14,20 @@ import click
 from graphshard.bench.compare import RUNS
 from graphshard.bench.stats import quantile
 from graphshard.cli.common import COUNT, Output, answering, rank_values, refuse_given
+from graphshard.cli.compare_ranks import SHAPE, CompareRequest, check_unit
 from graphshard.cli.compare_stage import Stage, Staged
-from graphshard.cli.planning import LAYERS, RANKS, IntOrAuto, Units, transport_option
+from graphshard.cli.planning import ANY_DEVICE, LAYERS, RANKS, IntOrAuto, Units, transport_option
 from graphshard.comm.group import LONGEST_TIMEOUT_S
-from graphshard.core.errors import DeviceError, GraphshardError
+from graphshard.core.counts import counted, which_ranks
+from graphshard.core.errors import CommError, DeviceError
 from graphshard.device import host_driver_environment
 from graphshard.device.cuda import cuda_index
-from graphshard.models.config import load_llama_config
+from graphshard.models.llama import Llama
 from graphshard.report.tables import table_of
 from graphshard.runtime.evidence.sequence import SeenOp
 from graphshard.runtime.evidence.walk import why_no_bindings
+from graphshard.schedule.auto import make_plan
+from graphshard.schedule.options import AUTO
 
 ENTRY = "graphshard.cli.compare_ranks:compare"
 LAUNCH_TIMEOUT_S = 600.0
@@ -57,7 +63,7 @@ TIME_COLUMNS = {
 @click.option("--prefetch-depth", type=IntOrAuto(), default="auto", show_default=True)
 @click.option("--steps", type=COUNT, default=50, show_default=True, help="Timed steps of each run on each rank.")
 @click.option("--device", type=click.Choice(["host", "cuda"]), default="host", show_default=True)
-@click.option("--stage", type=Stage(), help="What one rank does wrong: " + Stage.KNOWN)
+@click.option("--stage", type=Stage(), help=Stage.HELP)
 @click.option("--timeout-s", type=click.FloatRange(min=0.1), default=20.0, show_default=True, help="Of each wait.")
 @answering
 def command(
@@ -76,7 +82,7 @@ def command(
     """Read what a captured step does from its graph and what an eager one does from its driver calls; compare them.
 
     Nothing is run where ranks captured unlike sequences. Exit code 1: sequences or outputs differ, a gather has kernel
-    nodes, or a staged fault was found.
+    nodes, a staged fault was found, or it was never met.
     """
     if not timeout_s <= LONGEST_TIMEOUT_S:  # not a number, neither
         raise click.UsageError(f"--timeout-s {timeout_s}: give seconds, at most {LONGEST_TIMEOUT_S:.0f} (a day)")
@@ -84,34 +90,60 @@ def command(
     staged.check(transport, device, world_size)
     if model is not None:
         refuse_given(["layers"], "--model has its own layers")
-        load_llama_config(model)  # refused here, before ranks are started
     if device == "cuda":
         cuda_index(world_size - 1)  # refused here, with one reason for all ranks
     if (reason := why_no_bindings()) is not None:
         raise DeviceError(f"captured graphs cannot be looked at: {reason}")
-    request = {
-        "model": None if model is None else str(model),
-        "layers": layers,
-        "num_steps": steps,
-        "device": device,
-        "timeout_s": timeout_s,
-        "choices": {"transport": transport, "units": units, "prefetch_depth": prefetch_depth, "min_shard_bytes": 0},
-        "skip": staged.skip,
-        "library_stage": staged.library,
-    }
-    env = host_driver_environment() if device == "host" else {}
+    with tempfile.TemporaryDirectory(prefix="graphshard-compare-") as met_folder:
+        request = CompareRequest(
+            model=None if model is None else str(model),
+            layers=layers,
+            num_steps=steps,
+            device=device,
+            timeout_s=timeout_s,
+            choices={"transport": transport, "units": units, "prefetch_depth": prefetch_depth, "min_shard_bytes": 0},
+            skip=staged.skip,
+            library_stage=staged.library,
+            met_folder=met_folder,
+        )
+        _check_model(request, world_size)  # refused here, before ranks are started
+        return _run(out, staged, request, world_size)
+
+
+def _check_model(request: CompareRequest, world_size: int) -> None:
+    """Refuse a model's folder without a config, and a unit that is not in the plan where no device decides on units."""
+    config = request.llama_config()
+    if request.skip is not None and request.choices["units"] != AUTO:
+        choices = {**request.choices, "step_shapes": [SHAPE]}
+        plan = make_plan(Llama(config, SHAPE.batch_size).spec(), world_size, ANY_DEVICE, **choices)
+        check_unit(request.skip[1], len(plan.units))
+
+
+def _run(out: Output, staged: Staged, request: CompareRequest, world_size: int) -> bool:
+    """Run the ranks and answer; an error of theirs is the answer where the library's faults may have made it."""
+    env = host_driver_environment() if request.device == "host" else {}
+    patience_s = request.timeout_s + LAST_WAITS_S
     try:
-        values = rank_values(out, ENTRY, world_size, request, LAUNCH_TIMEOUT_S, timeout_s + LAST_WAITS_S, env)
-    except GraphshardError as error:
-        if not staged.library:
+        values = rank_values(out, ENTRY, world_size, asdict(request), LAUNCH_TIMEOUT_S, patience_s, env)
+    except CommError as error:
+        if not staged.may_explain(Path(request.met_folder)):
             raise
-        out.say(f"{type(error).__name__}: {error}")
-        out.emit([], sequences_equal=None, first_difference=None, error=f"{type(error).__name__}: {error}")
+        text, never_met = f"{type(error).__name__}: {error}", staged.never_met(Path(request.met_folder), world_size)
+        out.say(text)
+        _say_never_met(out, never_met)
+        out.emit([], sequences_equal=None, first_difference=None, error=text, never_met=never_met)
         return False
-    return _answer(out, values, f"{transport}, {world_size} ranks")
+    never_met = staged.never_met(Path(request.met_folder), world_size)
+    title = f"{request.choices['transport']}, {counted(world_size, 'rank')}"
+    return _answer(out, values, title, never_met)
 
 
-def _answer(out: Output, values: Sequence[dict[str, Any]], title: str) -> bool:
+def _say_never_met(out: Output, never_met: Sequence[str]) -> None:
+    if never_met:
+        out.say(f"the staged fault was never met: {', '.join(never_met)}")
+
+
+def _answer(out: Output, values: Sequence[dict[str, Any]], title: str, never_met: Sequence[str]) -> bool:
     """Say and write all there is to say; whether all is as it should be."""
     difference, ran = values[0]["difference"], values[0]["ran"]
     problems = [
@@ -127,6 +159,7 @@ def _answer(out: Output, values: Sequence[dict[str, Any]], title: str) -> bool:
     out.say()
     for line in [*claims(values), *verdict(difference, ran, outputs_equal, len(values))]:
         out.say(line)
+    _say_never_met(out, never_met)
     out.emit(
         rows,
         sequences_equal=difference is None,
@@ -134,12 +167,13 @@ def _answer(out: Output, values: Sequence[dict[str, Any]], title: str) -> bool:
         outputs_equal=outputs_equal,
         ran=ran,
         problems=problems,
+        never_met=never_met,
         claims=[value["claim"] for value in values],
         reports=[value["report"] for value in values],
         plan=values[0]["plan"],
         samples=[value["samples"] for value in values],
     )
-    return difference is None and outputs_equal is True and not problems
+    return difference is None and outputs_equal is True and not problems and not never_met
 
 
 def sequence_rows(values: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -182,7 +216,7 @@ def claims(values: Sequence[Mapping[str, Any]]) -> list[str]:
         ranks.setdefault((value["claim"], *value["report"]["problems"]), []).append(rank)
     lines = []
     for (claim, *problems), which in ranks.items():
-        lines.append(f"rank{'s' if len(which) > 1 else ''} {' '.join(map(str, which))}: {claim}")
+        lines.append(f"{which_ranks(which)}: {claim}")
         lines += [f"  {problem}" for problem in problems]
     return lines
 
@@ -195,7 +229,7 @@ def verdict(difference: Mapping[str, Any] | None, ran: bool, outputs_equal: bool
         if not ran:
             lines.append("nothing was run: unlike gathers make ranks wait in vain, or leave other bytes in a slot")
     else:
-        lines.append(f"sequences equal: eager and captured, on {num_ranks} rank{'s' if num_ranks > 1 else ''}")
+        lines.append(f"sequences equal: eager and captured, on {counted(num_ranks, 'rank')}")
     if outputs_equal is False:
         lines.append("outputs DIFFER between the eager run and the replay")
     return lines

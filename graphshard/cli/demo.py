@@ -12,6 +12,7 @@ from graphshard.bench.stats import summarize
 from graphshard.cli.common import COUNT, Names, Output, answering, check_writable, rank_values
 from graphshard.cli.planning import IntOrAuto, Units, transport_option
 from graphshard.cli.prompts import PROMPTS, Codec
+from graphshard.core.counts import counted
 from graphshard.core.sizes import format_bytes
 from graphshard.models.config import load_llama_config
 from graphshard.report.tables import table_of
@@ -61,8 +62,8 @@ def command(
     check_writable("--png", png)
     begin = time.perf_counter()
     folder = model or _smollm2()
-    out.say(f"model ready after {time.perf_counter() - begin:.1f} s: {folder.name}; starting {world_size} ranks")
-    codec, vocab_size = Codec(folder), load_llama_config(folder).vocab_size
+    codec, vocab_size = Codec(folder), load_llama_config(folder).vocab_size  # refused before anything is said
+    _say_ready(out, folder, time.perf_counter() - begin, world_size)
     request: dict[str, Any] = {
         "model": str(folder),
         "prompts": [codec.encode(prompt, vocab_size) for prompt in PROMPTS],
@@ -88,6 +89,10 @@ def command(
     out.say(f"{_verdict(answer)}; timeline: {png}; {answer['total_s']:.1f} s in all")
     out.emit(rows, **answer)
     return bool(answer["identical"])
+
+
+def _say_ready(out: Output, folder: Path, seconds: float, world_size: int) -> None:
+    out.say(f"model ready after {seconds:.1f} s: {folder.name}; starting {counted(world_size, 'rank')}")
 
 
 def _smollm2() -> Path:
@@ -180,7 +185,7 @@ def _show(out: Output, rows: list[dict[str, Any]], answer: dict[str, Any]) -> No
         "identical": "same bits",
     }
     out.say()
-    out.say(table_of(rows, columns, f"{answer['world_size']} ranks, step shape {answer['step_shape']}"))
+    out.say(table_of(rows, columns, f"{counted(answer['world_size'], 'rank')}, step shape {answer['step_shape']}"))
     sizes = {key: format_bytes(answer[key]) for key in ("total_bytes", "shardable_bytes", "kept_bytes")}
     out.say(
         f"weights {sizes['total_bytes']}, of which {sizes['shardable_bytes']} are sharded and "

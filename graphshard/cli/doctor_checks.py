@@ -25,6 +25,7 @@ from graphshard.device import open_device
 from graphshard.device.open import why_no_cuda
 
 NCCL_NAME = "libnccl.so.2"
+NO_VENDORS = "no NVIDIA NCCL here"
 PACKAGES = {
     "torch": "pip install 'torch>=2.9'",
     "numpy": "pip install numpy",
@@ -67,8 +68,9 @@ def machine_checks(world_size: int) -> Iterator[Check]:
     yield _huge_pages("huge pages of windows", "shmem_enabled")
     why_not = why_no_cuda(0)
     yield Check("libcuda", "libcuda.so.1" if not why_not else "", why_not)
-    yield _nccl()
-    yield _host_nccl(world_size)
+    vendors = _nccl()
+    yield vendors
+    yield _host_nccl(world_size, has_vendors=vendors.can)
     for package, hint in PACKAGES.items():
         yield _package(package, hint)
 
@@ -141,8 +143,8 @@ def _huge_pages(name: str, file: str) -> Check:
     return Check(name, chosen, f"{path} says {chosen}: pages are {format_bytes(mmap.PAGESIZE)}" if is_off else None)
 
 
-def _host_nccl(world_size: int) -> Check:
-    """The collective transport on the host, with what the environment says to it."""
+def _host_nccl(world_size: int, has_vendors: bool) -> Check:
+    """The collective transport on the host, over a library of our own, with what the environment says to it."""
     try:
         device = open_device("host")
         library = NcclLibrary(str(find_library(device)), device.driver)
@@ -151,7 +153,9 @@ def _host_nccl(world_size: int) -> Check:
         raise_if_refused(verdicts)
     except (GraphshardError, NcclError, DriverError) as error:
         return Check("transport nccl", "", str(error))
-    return Check("transport nccl", "; ".join([facts.name, *(verdict.reason for verdict in verdicts)]))
+    found = f"on host: graphshard's host NCCL, acting as {version_text(facts.version)}"
+    reasons = [verdict.reason for verdict in verdicts]
+    return Check("transport nccl", "; ".join([found, *[NO_VENDORS] * (not has_vendors), *reasons]))
 
 
 def _nccl() -> Check:

@@ -23,7 +23,7 @@ Rows = list[dict[str, Any]]
 @click.option("--lowered", is_flag=True, help="With `program`: the list over streams and events that it stands for.")
 @answering
 def command(out: Output, noun: str, lowered: bool, **options: Any) -> None:
-    r"""Print NOUN as stable text.
+    """Print NOUN as stable text.
 
     \b
     model    weights and segments
@@ -32,7 +32,7 @@ def command(out: Output, noun: str, lowered: bool, **options: Any) -> None:
     program  the op list of a step
     bound    the op list over this machine's streams (small runtimes are built on the host device)
     graph    the captured graph's nodes, by kind
-    """
+    """  # noqa: D301  # click's own mark, the character: these lines are not wrapped
     request = PlanRequest(**options)
     if lowered and noun != "program":
         raise click.UsageError(f"--lowered goes with program, not with {noun}")

@@ -20,6 +20,7 @@ from graphshard.comm.mesh import Call, Mesh
 from graphshard.comm.process import ProcessId
 from graphshard.comm.wire import Channel
 from graphshard.core import errors
+from graphshard.core.counts import which_ranks
 from graphshard.core.errors import CommError, GraphshardError, SpecError
 
 Value = TypeVar("Value")
@@ -231,6 +232,6 @@ def _agreed_error(name: str, failed: Sequence[tuple[int, object]]) -> Graphshard
     kind = getattr(errors, class_name, None)
     if not (isinstance(kind, type) and issubclass(kind, GraphshardError)):
         kind, text = CommError, f"{class_name}: {text}"
-    others = [str(rank) for rank, _ in failed[1:]]
-    more = f" (and on ranks {' '.join(others)})" if others else ""
+    others = [rank for rank, _ in failed[1:]]
+    more = f" (and on {which_ranks(others)})" if others else ""
     return kind(f"{name} failed on rank {rank}{more}: {text}")

@@ -22,6 +22,7 @@ from typing import Any
 from graphshard.comm.group import DEFAULT_TIMEOUT_S, new_job_name
 from graphshard.comm.output import OutputPump
 from graphshard.core import errors
+from graphshard.core.counts import which_ranks
 from graphshard.core.errors import CommError, GraphshardError, SpecError
 
 _LOOK_S = 0.1  # how often all ranks are looked at
@@ -50,8 +51,13 @@ class RankResult:
 
     def line(self, world_size: int) -> str:
         """The result in a line, prefixed `[rank 3/8]`."""
+        return f"[rank {self.rank}/{world_size}] {self.what}"
+
+    @property
+    def what(self) -> str:
+        """The result in a line."""
         what = f"{self.error_type}: {self.error}" if self.error_type else self.error or "done"
-        return f"[rank {self.rank}/{world_size}] {what.splitlines()[0]}"
+        return what.splitlines()[0]
 
 
 class RankProcesses:
@@ -269,8 +275,11 @@ def raise_first_failure(results: Sequence[RankResult]) -> None:
     kind, text = getattr(errors, first.error_type, None), first.error
     if not (isinstance(kind, type) and issubclass(kind, GraphshardError)):
         kind, text = CommError, f"{first.error_type}: {text}" if first.error_type else text
-    others = [result.line(len(results)) for result in failed[1:]]
-    raise kind("\n".join([f"[rank {first.rank}/{len(results)}] {text}", *others]))
+    ranks: dict[str, list[int]] = {}
+    for result in failed:
+        is_like_first = (result.error_type, result.error) == (first.error_type, first.error)
+        ranks.setdefault(text if is_like_first else result.what, []).append(result.rank)
+    raise kind("\n".join(f"[{which_ranks(sorted(which))}] {told}" for told, which in ranks.items()))
 
 
 def failure_text(results: Sequence[RankResult]) -> str:

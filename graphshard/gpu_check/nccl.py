@@ -16,6 +16,8 @@ from graphshard.gpu_check.setup import TIMEOUT_S, Setup, on_threads
 from graphshard.runtime.device_bytes import device_bytes
 
 ABI_ONLY = "ABI only"
+HOST_NCCL = "host NCCL, ABI only"
+"""Of the host's stand-in even that is said of graphshard alone."""
 NO_WINDOW = "null window"
 """What a library without symmetric support answers, as errors of communicators say it."""
 SHARED_GPU = 23000
@@ -26,9 +28,14 @@ NUM_BYTES = 1 << 20
 
 def check_nccl(recorder: Recorder, setup: Setup) -> None:
     """One rank by hand and in a runtime; two ranks where the library lets them share a GPU."""
-    recorder.run(f"1 rank, calls ({ABI_ONLY})", lambda row: _check_calls(row, setup))
-    recorder.run(f"1 rank, transport ({ABI_ONLY})", lambda row: _check_transport(row, setup))
-    recorder.run("2 ranks on one GPU", lambda row: _check_shared(row, setup))
+    label = _label(setup)
+    recorder.run(f"1 rank, calls ({label})", lambda row: _check_calls(row, setup))
+    recorder.run(f"1 rank, transport ({label})", lambda row: _check_transport(row, setup))
+    recorder.run(f"2 ranks on one {'GPU' if setup.is_card else 'host device'}", lambda row: _check_shared(row, setup))
+
+
+def _label(setup: Setup) -> str:
+    return ABI_ONLY if setup.is_card else HOST_NCCL
 
 
 def _library(setup: Setup, device: Device) -> NcclLibrary:
@@ -40,7 +47,7 @@ def _library(setup: Setup, device: Device) -> NcclLibrary:
 def _check_calls(row: Row, setup: Setup) -> None:
     device = setup.device()
     library = _library(setup, device)
-    row.add(label=ABI_ONLY, path=library.path, version=version_text(library.version), missing=library.missing)
+    row.add(label=_label(setup), path=library.path, version=version_text(library.version), missing=library.missing)
     row.require(not library.missing, f"the library lacks {', '.join(library.missing)}")
     if library.missing:
         return
@@ -97,7 +104,7 @@ def _holds(device: Device, memory: Memory, expected: torch.Tensor) -> bool:
 
 
 def _check_transport(row: Row, setup: Setup) -> None:
-    row.add(label=ABI_ONLY)
+    row.add(label=_label(setup))
     try:
         told = on_threads(lambda group: naming_rank(group, setup.kind, [{"transport": "nccl"}]), 1)
     except CommError as error:

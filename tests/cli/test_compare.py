@@ -10,6 +10,7 @@ from cli_runner import Answer, apart, here
 from small_llama import write_small_llama
 
 from graphshard.cli import compare
+from graphshard.cli.compare_stage import Staged
 from graphshard.core.errors import DeviceError
 from graphshard.device.as_libcuda import why_not_as_libcuda
 
@@ -81,6 +82,8 @@ def test_a_fall_back_to_kernels_is_told_with_unit_and_node() -> None:  # E7
     assert told["problems"][0].startswith("rank 0: unit 0 (op 1 ag_launch unit=0 slot=0 stream=copy): node ")
     assert told["outputs_equal"] is True, "right bytes, by other means"
     assert told["sequences_equal"] is False and told["first_difference"]["field"] == "unit"
+    assert told["first_difference"]["other"].startswith("gather by a kernel, no copy that names a unit: stream=copy")
+    assert "None" not in answer.err
     assert "ranks 0 1: kernel nodes in 4 of 4 gathers" in answer.err and "UserWarning" not in answer.err
 
 
@@ -107,7 +110,30 @@ def test_staged_faults_of_the_library_end_in_their_named_error(stage: str, said:
     told = answer.json
     assert told["sequences_equal"] is None and told["rows"] == [] and told["error"].startswith("CommError: ")
     assert said in told["error"] or said.replace("rank 1", "rank 0") in told["error"]
-    assert told["error"] in answer.err
+    assert told["error"] in answer.err and told["never_met"] == []
+
+
+def test_a_staged_call_that_never_comes_is_no_success() -> None:  # A13
+    answer = run("--transport", "nccl", "--stage", "version=23203;skip:rank=1,call=99999")
+    assert answer.code == 1, answer.err
+    assert answer.json["sequences_equal"] is True and answer.json["never_met"] == ["skip"]
+    assert "the staged fault was never met: skip" in answer.err
+
+
+def test_an_error_that_is_none_of_communication_is_not_taken_for_the_staged_fault(tmp_path: Path) -> None:
+    folder = write_small_llama(tmp_path / "small")
+    (folder / "model.safetensors").unlink()
+    answer = here("compare", "--model", folder, "--transport", "nccl", "--stage", "sm_kernel")
+    assert answer.code == 2, answer.err
+    assert answer.err.startswith("LoadError: [ranks 0 1] ")
+
+
+def test_a_fault_that_no_rank_met_is_told_only_if_all_ranks_could_say(tmp_path: Path) -> None:
+    staged = Staged(library="null_window;skip:rank=1,call=3")
+    (tmp_path / "0").write_text('{"met": ["null_window"], "error_type": "CommError"}')
+    assert staged.never_met(tmp_path, 2) == [] and staged.may_explain(tmp_path)
+    (tmp_path / "1").write_text('{"met": [], "error_type": "KeyError"}')
+    assert staged.never_met(tmp_path, 2) == ["skip"] and not staged.may_explain(tmp_path)
 
 
 def test_a_folders_model(tmp_path: Path) -> None:
@@ -129,6 +155,14 @@ def test_a_folders_model(tmp_path: Path) -> None:
             ["--stage", "skip:rank=1,call=0", "--transport", "nccl"],
             "'skip:rank=1,call=0' is not known",
         ),  # 1 is the first
+        (["--stage", "abort_hang", "--transport", "nccl"], "nothing is aborted unless another fault is joined to it"),
+        (["--stage", "first_use_hang", "--transport", "nccl"], "happens to 2 ranks, and before NCCL 2.31.2"),
+        (["--stage", "version=23102;first_use_hang", "--transport", "nccl"], "before NCCL 2.31.2: use --world-size 2"),
+        (
+            ["--stage", "version=23101;first_use_hang", "--transport", "nccl", "--world-size", 3],
+            "--stage first_use_hang: happens to 2 ranks",
+        ),
+        (["--stage", "skip:rank=0,call=1;skip:rank=1,call=2", "--transport", "nccl"], "skip is given twice"),
         (["--transport", "gloo"], "'gloo' is not one of 'pull', 'nccl'"),
         (["--layers", 2, "--model", "."], "--layers: --model has its own layers"),
         (["--model", "/nonexistent"], "/nonexistent"),
@@ -143,10 +177,15 @@ def test_bad_requests(options: list[object], said: str) -> None:
     assert said in answer.err
 
 
-def test_a_unit_that_is_not_in_the_plan() -> None:
-    answer = run("--world-size", 1, "--stage", "skip:rank=0,unit=4")
+@pytest.mark.parametrize("units", ["layer", "auto"])
+def test_a_unit_that_is_not_in_the_plan(units: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if units != "auto":
+        monkeypatch.delattr(compare, "rank_values")  # refused before ranks are started
+    answer = run("--world-size", 1, "--stage", "skip:rank=0,unit=4", "--units", units)
     assert answer.code == 2
-    assert "unit 4 is not in the plan: it has 4 units" in answer.err
+    assert (
+        f"unit 4 is not in the plan: it has {0 if units == 'auto' else 4} units" in answer.err
+    )  # auto: nothing is sharded
 
 
 def test_a_machine_without_a_gpu_says_so_before_ranks_are_started(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -168,3 +168,9 @@ def test_prompts_without_a_tokenizer_are_tokens_of_the_vocabulary(tmp_path: Path
     encoded = [codec.encode(prompt, 100) for prompt in PROMPTS]
     assert all(0 <= token < 100 for tokens in encoded for token in tokens)
     assert len({len(tokens) for tokens in encoded}) > 1 and len({tuple(tokens) for tokens in encoded}) == len(PROMPTS)
+
+
+def test_a_folder_without_a_model_is_never_ready(tmp_path: Path) -> None:
+    answer = here("demo", "--model", tmp_path, "--png", tmp_path / "demo.png")
+    assert answer.code == 2 and answer.out == ""
+    assert answer.err.startswith("SpecError: no model config: ")

@@ -12,7 +12,7 @@ from window_programs import hold_a_peers_window
 
 from graphshard.cli import doctor
 from graphshard.cli.doctor_checks import Check, machine_checks
-from graphshard.cli.doctor_memory import scan_windows
+from graphshard.cli.doctor_memory import Window, scan_windows
 from graphshard.comm.launch import RankProcesses
 
 EXPECTED = ("rank processes", "eager list", "executor cooperative", "executor threaded", "host device", "libcuda")
@@ -70,3 +70,28 @@ def test_a_window_whose_owner_was_killed_is_found(tmp_path: Path) -> None:
         assert [window.num_bytes for window in pinned] == [8192]
         answer = apart("doctor")
         assert answer.code == 0 and f"8.0 KiB of a rank that ended is held by pid {pids[0]}" in answer.out
+
+
+def test_the_hosts_nccl_is_not_taken_for_nvidias() -> None:
+    found = {check.check: check for check in machine_checks(world_size=2)}
+    told = found["transport nccl"].found
+    assert told.startswith("on host: graphshard's host NCCL, acting as 2.")
+    assert ("no NVIDIA NCCL here" in told) != found["libnccl"].can
+
+
+def test_lines_are_wrapped_between_words() -> None:
+    path = "/a-very/long/path-of-hyphens/lib/libgraphshard_hostnccl.so"
+    lines = doctor.check_lines([Check("libnccl", "", f"{path} cannot be loaded: no such file")], width=40)
+    assert lines[0].split() == ["what", "here", "found,", "or", "why", "not"]
+    assert lines[1] == f"libnccl  no    {path}" and [line.strip() for line in lines[2:]] == [
+        "cannot be loaded: no such file"
+    ]
+
+
+def test_what_a_process_holds_is_one_line() -> None:
+    windows = [Window(inode, 8192, reader_pids=[7], holder_pids=[7]) for inode in range(6)]
+    windows.append(Window(6, 4096, reader_pids=[9]))
+    assert doctor.holder_lines(windows) == [
+        "48.0 KiB in 6 windows of ranks that ended is held by pid 7",
+        "4.0 KiB of a rank that ended is held by pid 9",
+    ]

@@ -157,3 +157,8 @@ def test_verify_of_a_plan(head: str, depth: int) -> None:
     answer = here("verify", "--layers", 5, "--head", head, "--prefetch-depth", depth, "--capture-sizes", 4)
     assert answer.code == 0, answer.out
     assert "no violations" in answer.out
+
+
+def test_help_has_a_line_a_noun() -> None:
+    lines = here("show", "--help").out.splitlines()
+    assert "  model    weights and segments" in lines and "  plan     what was chosen, and why" in lines

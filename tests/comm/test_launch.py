@@ -14,7 +14,7 @@ import rank_programs
 from census import no_growth
 from ranks import entry_of, rank_environment, start_processes
 
-from graphshard.comm.launch import failure_text, raise_first_failure, run_ranks
+from graphshard.comm.launch import RankResult, failure_text, raise_first_failure, run_ranks
 from graphshard.comm.process import ProcessId
 from graphshard.comm.rank_main import load_entry
 from graphshard.core.errors import CommError, SpecError
@@ -55,13 +55,18 @@ def test_a_death_ends_nobody_else() -> None:
 def test_the_first_failure_is_raised_with_its_class() -> None:
     with start_processes(rank_programs.end_variously, 3, {"1": "spec"}, group_timeout_s=None) as ranks:
         results = ranks.wait(60.0)
-    with pytest.raises(SpecError, match=r"^\[rank 1/3\] cannot be built\nas asked$"):
+    with pytest.raises(SpecError, match=r"^\[rank 1\] cannot be built\nas asked$"):
         raise_first_failure(results)
     text = failure_text(results)
     assert text.startswith("[rank 1/3] SpecError: cannot be built\nTraceback") and "rank 0" not in text
     with start_processes(rank_programs.end_variously, 1, {"0": "value"}, group_timeout_s=None) as ranks:
         results = ranks.wait(60.0)
-    with pytest.raises(CommError, match=r"^\[rank 0/1\] ValueError: no good$"):
+    with pytest.raises(CommError, match=r"^\[rank 0\] ValueError: no good$"):
+        raise_first_failure(results)
+    results = [RankResult(rank, 0, 1, error_type="CommError", error="window of the shards") for rank in range(3)]
+    results.append(RankResult(3, 0, -9, error="was killed by SIGKILL", ended_s=1.0))
+    told = r"^\[ranks 0 1 2\] window of the shards\n\[rank 3\] was killed by SIGKILL$"
+    with pytest.raises(CommError, match=told):
         raise_first_failure(results)
     raise_first_failure([])
     assert failure_text([]) == ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import runpy
 import shlex
 import subprocess
 import threading
@@ -15,6 +16,7 @@ import pytest
 from census import no_growth
 from device_helpers import TIMEOUT_S, Latch, drained, run_python
 from embed_api import CALL, DRIVER, OK, PACKAGE, STATE, TIMEOUT, EmbeddedStep
+from ranks import run_on_ranks
 
 from graphshard._core import Calls, ControlPage, Driver, Memory, OpList, Step, StepOrder, Stream, Word
 from graphshard.device.host import library_path
@@ -22,27 +24,44 @@ from graphshard.device.host import library_path
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "embed.cpp"
 
 
-def compile_command() -> list[str]:
+def compile_command(example: Path) -> list[str]:
     """The example's own line, as it stands in its comment."""
-    lines = [line.removeprefix("//") for line in EXAMPLE.read_text().splitlines() if line.startswith("//   c++")]
+    lines = [line.removeprefix("//") for line in example.read_text().splitlines() if line.startswith("//   c++")]
     assert len(lines) == 1
     return shlex.split(lines[0].replace("<package>", str(PACKAGE)))
 
 
 def test_the_example_builds_and_runs_against_the_installed_package(tmp_path: Path) -> None:
     (tmp_path / "embed.cpp").write_text(EXAMPLE.read_text())
-    built = subprocess.run(compile_command(), cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT_S)
+    built = subprocess.run(compile_command(EXAMPLE), cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert built.returncode == 0 and built.stderr == "", built.stderr
     ran = subprocess.run(
         [str(tmp_path / "embed"), str(library_path())], capture_output=True, text=True, timeout=TIMEOUT_S
     )
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.startswith("10000 replays of 6 layers on 2 ranks, all bytes right, ")
+    for bad in ("0", "-1", "many", "12x", "99999999999", ""):
+        ran = subprocess.run(
+            [str(tmp_path / "embed"), str(library_path()), bad], capture_output=True, text=True, timeout=TIMEOUT_S
+        )
+        assert ran.returncode == 2 and ran.stderr == f'embed: REPLAYS is "{bad}": give 1 to 999999999\n'
     needed = subprocess.run(["ldd", str(tmp_path / "embed")], capture_output=True, text=True, timeout=TIMEOUT_S).stdout
     assert f"libgraphshard.so => {PACKAGE}/lib/libgraphshard.so" in needed and "python" not in needed.split("/lib/")[0]
     libraries = [line.split()[0] for line in needed.splitlines()]
     assert not any("python" in Path(library).name for library in libraries)
     assert len(EXAMPLE.read_text().splitlines()) < 200
+
+
+def test_the_example_of_a_captured_step_serves_what_python_decodes(tmp_path: Path) -> None:
+    """C++ finds buffers by name and replays on the step's stream; two ranks."""
+    source = EXAMPLE.with_name("serve_handle.cpp")
+    (tmp_path / source.name).write_text(source.read_text())
+    built = subprocess.run(compile_command(source), cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert built.returncode == 0 and built.stderr == "", built.stderr
+    main = runpy.run_path(str(source.with_suffix(".py")))["main"]
+    assert run_on_ranks(main, 2, str(tmp_path / "serve.so")) == [True, True]
+    for file in (source, source.with_suffix(".py")):
+        assert len(file.read_text().splitlines()) <= 50
 
 
 class Pool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -16,6 +17,8 @@ SCRIPT = ROOT / "bench" / "gpu_check.sh"
 sys.path.append(str(ROOT / "bench" / "gpu"))
 
 import check  # noqa: E402
+import needs  # noqa: E402
+import pip_output  # noqa: E402
 import summary  # noqa: E402
 
 
@@ -119,7 +122,68 @@ def test_a_host_driver_that_is_not_there_is_not_probed(tmp_path: Path, monkeypat
     ]
 
 
+def test_a_second_run_is_refused_by_the_name_of_the_folder(tmp_path: Path) -> None:
+    """It would take the first one's results away."""
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "kept").touch()
+    for option, folder in {"--work": tmp_path / "work", "--out": tmp_path}.items():
+        with contextlib.ExitStack() as stack:
+            check.lock_folder(stack, option, folder)
+            command = ["--device", "host", "--steps", "probe", "--out", str(tmp_path), "--work", str(tmp_path / "work")]
+            done = subprocess.run(
+                ["bash", str(SCRIPT), *command],
+                capture_output=True,
+                text=True,
+                timeout=60,
+                env={**check.os.environ, "PYTHON": sys.executable},
+            )
+        assert done.returncode == 2
+        refusal = f"another run uses {folder}: wait for it, or give another folder by {option}"
+        assert done.stderr == f"bench/gpu_check.sh: {refusal}\n"
+    assert not (tmp_path / "log.txt").exists()
+
+
+def test_what_is_missing_is_said_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(needs, "is_there", lambda module: module not in ("torch", "nanobind"))
+    assert check.main(["--device", "host", "--out", str(tmp_path / "out"), "--work", str(tmp_path / "work")]) == 2
+    said = capsys.readouterr().err
+    assert f"{sys.executable} lacks nanobind, torch" in said and "activate .venv, or set PYTHON=..." in said
+    assert not (tmp_path / "out").exists()
+    assert needs.lacking(["probe"], builds=True) == []
+    monkeypatch.setattr(needs, "is_there", lambda module: module != "graphshard._core")
+    assert "--no-build" in needs.lacking(["ranks"], builds=False)[0]
+
+
+def test_pips_last_error_is_the_reason() -> None:
+    said = [
+        "[1/2] cc",
+        "  a.cpp:3:1: error: no such type",
+        "ERROR: first",
+        "  ERROR: Failed building wheel",
+        "note: bye",
+    ]
+    assert pip_output.error_of(said) == "ERROR: Failed building wheel; a.cpp:3:1: error: no such type"
+    assert pip_output.error_of(["a", "b"]) == "a b" and pip_output.error_of([]) == "it said nothing"
+    assert pip_output.PROGRESS.match("  [3/96] Building CXX object") and not pip_output.PROGRESS.match(
+        "  -- Found Python"
+    )
+
+
+def test_rows_of_a_dry_run_say_so(tmp_path: Path) -> None:
+    file = tmp_path / "nccl.json"
+    file.write_text('{"rows": [{"check": "a", "status": "passed", "version": "2.32.3"}]}')
+    results = [summary.StepResult(step, file, seconds=1.0) for step in ("ranks", "nccl")]
+    table, _ = summary.write_results(tmp_path, {"device": "host"}, results, 1.0)
+    assert "graphshard's host driver: " in table and "graphshard's host NCCL: it says that it is NCCL 2.32.3" in table
+    table, _ = summary.write_results(tmp_path, {"device": "cuda"}, results, 1.0)
+    assert "host" not in table and "| NCCL 2.32.3 |" in table
+    assert summary.outcome(results[0]) == "1 passed in 1.0 s"
+
+
 def test_folders_are_named_after_the_card() -> None:
+    assert check._default_out("host", {}).parent == ROOT / "build" / "gpu_check"
     assert check.folder_name("cuda", {"name": "NVIDIA H200"}).endswith("-nvidia-h200")
     assert check.folder_name("host", check.card_facts("host")).endswith("-host")
 

@@ -90,8 +90,8 @@ def test_ranks_share_a_gpu_only_where_the_library_lets_them(
     monkeypatch.setattr("graphshard.gpu_check.nccl.SHARED_GPU", 99_00_00)
     check_nccl(recorder, Setup("host"))
     rows = {row["check"]: row for row in rows_of(tmp_path)}
-    assert [row["label"] for row in rows.values() if "label" in row] == ["ABI only", "ABI only"]
-    assert rows["2 ranks on one GPU"]["status"] == "skipped"
-    assert "NCCL_MULTI_RANK_GPU_ENABLE" in rows["2 ranks on one GPU"]["reason"]
+    assert [row["label"] for row in rows.values() if "label" in row] == ["host NCCL, ABI only"] * 2
+    assert rows["2 ranks on one host device"]["status"] == "skipped"
+    assert "NCCL_MULTI_RANK_GPU_ENABLE" in rows["2 ranks on one host device"]["reason"]
     assert SHARED_GPU == 23000
     assert not recorder.has_failed

@@ -210,7 +210,7 @@ def test_a_null_window_fails_at_registration_on_all() -> None:
         ((kind, text),) = errors(try_on_ranks(compile_and_close, 2))
     assert kind == "CommError"
     assert re.match(
-        r"window of the shards failed on rank 0 \(and on ranks 1\): rank 0 could not register the window", text
+        r"window of the shards failed on rank 0 \(and on rank 1\): rank 0 could not register the window", text
     )
     assert "symmetric support is missing" in text
 

@@ -152,6 +152,7 @@ void Communicator::hang_if_staged(const Issue& issue) const {
   const Stage staged = stage();
   if (!staged.first_use_hang || staged.version >= kFirstUseFixed || group_.num_ranks() != 2) return;
   if (issue.sequence != 1) return;
+  note_met("first_use_hang");
   CUstreamBatchMemOpParams never{};
   never.waitValue.operation = CU_STREAM_MEM_OP_WAIT_VALUE_32;
   never.waitValue.address = stuck_word();  // which only an abort writes
@@ -175,7 +176,9 @@ void Communicator::gather(const GatherCall& call) {
   Call as_compared{CallKind::kAllGather, call.num_bytes, place_of(call.send, call.num_bytes),
                    place_of(call.receive, num_ranks * call.num_bytes)};
   const bool is_symmetric = as_compared.send.is_in_window() && as_compared.receive.is_in_window();
-  const bool by_copies = is_symmetric && settings_.is_zero_cta && !stage().sm_kernel;
+  const bool can_copy = is_symmetric && settings_.is_zero_cta;
+  const bool by_copies = can_copy && !stage().sm_kernel;
+  if (can_copy && !by_copies && num_ranks > 1) note_met("sm_kernel");
   if (!by_copies) as_compared.kind = CallKind::kAllGatherByKernel;
   if (num_ranks == 1) return copy_async(call.receive, call.send, call.num_bytes, call.stream);
   set_up_flags(capture);
@@ -207,8 +210,12 @@ bool Communicator::take_staged(const GatherCall& call) {
     staged_calls_ = 0;
   }
   ++staged_calls_;
-  if (staged.skip.rank == group_.rank() && staged.skip.call == staged_calls_) return true;
+  if (staged.skip.rank == group_.rank() && staged.skip.call == staged_calls_) {
+    note_met("skip");
+    return true;
+  }
   if (staged.swap.rank != group_.rank() || staged.swap.call != staged_calls_) return false;
+  note_met("swap");
   held_back_.push_back(call);
   return true;
 }

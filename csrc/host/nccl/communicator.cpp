@@ -62,7 +62,10 @@ ncclWindow_t Communicator::register_window(CUdeviceptr address, size_t num_bytes
     }
   }
   auto region = std::make_unique<Region>(&group_, Purpose::kRegister, address, num_bytes, problem);
-  if (stage().null_window) return nullptr;
+  if (stage().null_window) {
+    note_met("null_window");
+    return nullptr;
+  }
   windows_.push_back({std::move(region)});
   return handle_of(windows_.size() - 1);
 }

@@ -12,6 +12,7 @@
 #include "driver.h"
 #include "gshost_nccl.h"
 #include "handles.h"
+#include "stage.h"
 
 #define HOSTNCCL_EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -93,10 +94,15 @@ using hostnccl::require;
 
 HOSTNCCL_EXPORT int gshost_nccl_stage(const char* spec) { return hostnccl::set_stage(spec) ? 0 : -1; }
 
+HOSTNCCL_EXPORT int gshost_nccl_stage_met(const char* name) {
+  return name != nullptr && hostnccl::is_met(name) ? 1 : 0;
+}
+
 HOSTNCCL_EXPORT int ncclGetVersion(int* version) {
   return guarded("ncclGetVersion", nullptr, [&] {
     require(version != nullptr, "no place for the version");
     *version = hostnccl::stage().version;
+    hostnccl::note_met("version");
   });
 }
 
@@ -180,6 +186,7 @@ HOSTNCCL_EXPORT int ncclCommDestroy(ncclComm_t comm) {
 HOSTNCCL_EXPORT int ncclCommAbort(ncclComm_t comm) {
   return guarded("ncclCommAbort", comm, [&] {
     const auto ending = find(comm);
+    if (hostnccl::stage().abort_hang) hostnccl::note_met("abort_hang");
     while (hostnccl::stage().abort_hang) std::this_thread::sleep_for(std::chrono::milliseconds(10));
     ending->abort();
     communicators().forget(comm);

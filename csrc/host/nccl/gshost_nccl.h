@@ -16,6 +16,9 @@ extern "C" {
 ///   abort_hang               ncclCommAbort does not return while this is staged
 int gshost_nccl_stage(const char* spec);
 
+/// 1 if a call of this process has met the staged fault of this name ("skip", "version") since it was staged, else 0.
+int gshost_nccl_stage_met(const char* name);
+
 #ifdef __cplusplus
 }
 #endif

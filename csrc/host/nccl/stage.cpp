@@ -2,6 +2,7 @@
 
 #include <cstdio>
 #include <mutex>
+#include <set>
 #include <sstream>
 #include <string>
 
@@ -12,6 +13,7 @@ namespace {
 struct Shared {
   std::mutex mutex;
   Stage stage;
+  std::set<std::string> met;
 };
 
 Shared& shared() {
@@ -65,7 +67,18 @@ bool set_stage(const char* spec) {
   const std::lock_guard lock(shared().mutex);
   fresh.generation = shared().stage.generation + 1;
   shared().stage = fresh;
+  shared().met.clear();
   return true;
+}
+
+void note_met(const char* name) {
+  const std::lock_guard lock(shared().mutex);
+  shared().met.emplace(name);
+}
+
+bool is_met(const char* name) {
+  const std::lock_guard lock(shared().mutex);
+  return shared().met.count(name) != 0;
 }
 
 }  // namespace graphshard::hostnccl

@@ -31,4 +31,9 @@ Stage stage();
 /// False, and nothing changes, for a spec that is not understood. Items are separated by `;`.
 bool set_stage(const char* spec);
 
+/// A call of this process has met the staged fault of this name ("skip", "null_window").
+void note_met(const char* name);
+/// Whether one has since the stage was set.
+bool is_met(const char* name);
+
 }  // namespace graphshard::hostnccl

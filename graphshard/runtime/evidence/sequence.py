@@ -40,8 +40,17 @@ class SeenOp:
         return SeenOp(**{**values, "after": tuple(values["after"])})
 
     def __str__(self) -> str:
-        what = f" unit={self.unit} slot={self.slot} bytes={self.num_bytes}" if self.kind == "gather" else ""
-        return f"{self.kind}{what} stream={self.stream} op={self.op}"
+        return f"{self.kind}{self._gathered()} stream={self.stream} op={self.op}"
+
+    def _gathered(self) -> str:
+        """What a gather brings where, as far as its copies say."""
+        if self.kind != "gather":
+            return ""
+        if self.num_bytes == 0:
+            return " by a kernel, no copy that names a unit:"
+        unit = "none, or several," if self.unit is None else self.unit
+        slot = "none, or several," if self.slot is None else self.slot
+        return f" unit={unit} slot={slot} bytes={self.num_bytes}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,16 @@
+"""Counts and ranks in messages: `1 rank`, `2 ranks`; `rank 1`, `ranks 0 1`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+def counted(number: int, noun: str, plural: str | None = None) -> str:
+    """`number` and `noun`, which takes an s, or is `plural`, unless there is one."""
+    return f"{number} {noun if number == 1 else plural or noun + 's'}"
+
+
+def which_ranks(ranks: Iterable[int]) -> str:
+    """The ranks by number, as the prefix of what they say in common."""
+    numbers = [str(rank) for rank in ranks]
+    return f"rank{'' if len(numbers) == 1 else 's'} {' '.join(numbers)}"
