@@ -22,6 +22,7 @@ def test_gather_rows_over_two_processes() -> None:
         assert row["p10_us"] <= row["us"] <= row["p90_us"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["pull", "nccl"])
 def test_gather_of_three_ranks_without_peers(transport: str) -> None:
     """Three ranks: chunks are padded, and each slot is checked against what its owners wrote."""

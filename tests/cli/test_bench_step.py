@@ -55,6 +55,7 @@ def test_rows_beside_all_peers(small: Path) -> None:
     assert png.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_launches_are_fresh_and_peers_are_a_choice(small: Path) -> None:
     answer = bench(small, "--world-size", 3, "--batch-sizes", 2, "--launches", 2, "--steps", 6, "--plans", "",
                    "--peers", "", "--no-reference", "--cache-length", 16)  # fmt: skip

@@ -136,6 +136,7 @@ def test_a_fault_that_no_rank_met_is_told_only_if_all_ranks_could_say(tmp_path: 
     assert staged.never_met(tmp_path, 2) == ["skip"] and not staged.may_explain(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_folders_model(tmp_path: Path) -> None:
     folder = write_small_llama(tmp_path / "small")
     answer = apart("compare", "--model", folder, "--steps", 1, "--units", "weight", "--world-size", 1)

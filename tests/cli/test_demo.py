@@ -84,6 +84,7 @@ def test_text_goes_to_the_terminal_while_it_is_generated(demo: tuple[Answer, Pat
     assert "identical: logits of every step" in err
 
 
+@pytest.mark.slow
 def test_eager_alone_with_another_plan_and_world_size(folder: Path) -> None:
     png = folder.parent / "tail.png"
     options = ["--tokens", 2, "--world-size", 3, "--run", "eager", "--head", "tail", "--prefetch-depth", 1]
@@ -104,6 +105,7 @@ def test_the_collective_transport_is_identical_too(folder: Path) -> None:
     assert nodes["memcpy"] > 0 and not nodes.get("kernel")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["pull", "nccl"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_matrix_of_plans_over_threads(folder: Path, world_size: int, transport: str) -> None:

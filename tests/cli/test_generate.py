@@ -137,6 +137,7 @@ def test_a_killed_rank_ends_those_that_gather_with_it_by_name(folder: Path) -> N
     assert re.search(r"rank 1 \(pid \d+\) died while rank [02] waited for step 4", answer.err)
 
 
+@pytest.mark.slow
 def test_several_batches_a_file_and_a_rank_without_prompts(folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
     file.write_text("a b c\n\nd e\n")

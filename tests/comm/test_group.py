@@ -85,7 +85,7 @@ def test_one_ranks_error_is_everybodys(mode: str) -> None:
     text = "load failed on rank 2: weight w has dtype int8 in rank 2's copy"
     assert [(o.error_type, o.error) for o in outcomes] == [("LoadError", text)] * 3
     outcomes = try_on_ranks(fail_alone, 3, [0, 2], mode=mode)
-    text = "load failed on rank 0 (and on ranks 2): weight w has dtype int8 in rank 0's copy"
+    text = "load failed on rank 0 (and on rank 2): weight w has dtype int8 in rank 0's copy"
     assert [(o.error_type, o.error) for o in outcomes] == [("LoadError", text)] * 3
 
 

@@ -60,6 +60,7 @@ def test_the_frontier_is_monotone_from_nothing_to_all(front: Frontier) -> None:
     assert len(front.points) > 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_near_the_relaxed_bound(front: Frontier, target: int) -> None:
     """What exposes as little as this plan frees at most 2 % more, or one weight, even as sand without gates."""

@@ -63,6 +63,7 @@ def _step(monkeypatch: pytest.MonkeyPatch, program: str, limit_s: float) -> None
     monkeypatch.setitem(check.STEPS, "faults", (lambda run: ["-c", program], limit_s))
 
 
+@pytest.mark.slow
 def test_a_step_that_hangs_is_ended_with_its_children_and_keeps_its_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -89,6 +89,7 @@ def step_in_a_loop(runtime: Runtime, model: ByteModel) -> list[str]:
     return wrong_after(runtime, model, loop)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("head", "depth"), [("inside", 0), ("inside", 2), ("tail", 1), ("outside", 1)])
 def test_every_kind_of_step_takes_newcomers_in(head: str, depth: int) -> None:
     runtime, model, door = left_alone(head, depth)

@@ -28,6 +28,7 @@ def test_peers_end_in_every_way_and_place(capfd: pytest.CaptureFixture[str]) -> 
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.slow
 def test_memory_that_one_rank_lacks_is_one_error_on_all(capfd: pytest.CaptureFixture[str]) -> None:
     """E9: the window, then the slots of rank 2; nothing stays reserved, and the next attempt works."""
     for rank, stages in enumerate(run_on_ranks(fail_to_reserve, 3, mode="processes", timeout_s=120.0)):

@@ -27,6 +27,7 @@ COLLECTIVE = {
 """What the others say when rank 1 dies at a point where they wait for it; at the other points they go on."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("point", POINTS)
 def test_one_rank_killed(point: str, tmp_path: Path) -> None:
     with (

@@ -102,6 +102,7 @@ def test_one_of_two_dead_ranks_comes_back(tmp_path: Path) -> None:
         run.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("point", ["met", "load", "bind", "told one", "told all", "capture"])
 def test_a_newcomer_dies_while_it_joins(point: str, tmp_path: Path) -> None:
     """Nobody is hurt, whoever it had told by then; the next one comes in."""

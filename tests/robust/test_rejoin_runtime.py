@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+import pytest
 from byte_programs import serve
 from census import no_growth
 from ranks import start_processes
@@ -13,6 +14,7 @@ from signs import Signs, until
 from graphshard.comm.process import ProcessId
 
 
+@pytest.mark.slow
 def test_ranks_die_stop_and_come_back(tmp_path: Path) -> None:
     """Rank 1 dies, and comes back while rank 2 is stopped; then ranks 0 and 1 die at once, and both come back."""
     with no_growth(), Signs(tmp_path) as signs, start_processes(serve, 3, str(tmp_path), group_timeout_s=60.0) as ranks:

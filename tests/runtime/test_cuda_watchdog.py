@@ -97,6 +97,7 @@ def other_step(group: Group) -> str:
         return str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_peer_that_closed_is_found_at_once() -> None:  # A2
     assert "rank 1 (pid" in (text := run_on_ranks(other_step, 2, mode="processes")[0])
     assert "closed its runtime while rank 0 waited for step 1" in text

@@ -113,6 +113,7 @@ EXIT = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("run", "how"), [("eager", "closed"), ("graph", "open"), ("graph", "closed")])
 def test_a_process_with_a_stuck_gather_ends_with_its_own_code(run: str, how: str) -> None:
     """E13: a captured gather that waits for a peer cannot be aborted; the process ends at once.

@@ -25,6 +25,7 @@ def parted() -> list[Outcome]:
     return try_on_ranks(meet_and_part, 4, mode="processes", timeout_s=120.0)
 
 
+@pytest.mark.slow
 def test_lists_do_not_depend_on_the_order_of_dicts_or_on_hash_seeds(parted: list[Outcome]) -> None:
     """Fault E1: windows, units and ops have an agreed order on ranks whose weights come in another one each."""
     told = parted[0].value["told"]

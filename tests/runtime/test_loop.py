@@ -90,6 +90,7 @@ def llama_logits(group: Group, as_loop: bool, transport: str) -> list[list[float
         return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_a_llama_looped_over_equals_one_that_is_run(mode: str, transport: str) -> None:
     looped = run_on_ranks(llama_logits, 2, True, transport, mode=mode)

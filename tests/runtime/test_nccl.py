@@ -126,6 +126,7 @@ def test_a_rank_whose_compute_fails_stays_in_step(head: str) -> None:
     assert all((wrong, num_steps) == ([], 5) for _, wrong, num_steps in told)
 
 
+@pytest.mark.slow
 def test_another_environment_on_one_rank_is_a_difference() -> None:
     """I14: what NCCL reads is part of the certificate."""
     for outcome in try_on_ranks(programs.with_another_variable, 2, "start", mode="processes"):

@@ -51,6 +51,7 @@ def test_a_rank_that_does_not_come_is_named_on_all(skipping: int, run: str) -> N
             assert text in line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_with_progress_the_unit_is_named_too(mode: str) -> None:
     """A1 A3, however ranks were started."""

@@ -44,7 +44,7 @@ def check(told: list[dict[str, Any]], fault: str, world_size: int) -> None:
             assert re.match(rf"{what} is refused: rank \d's communicator is broken \(", line) and text in line, line
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("run", ["eager", "graph"])
 @pytest.mark.parametrize("fault", ["skips", "unlike", "stalls"])
 def test_a_rank_that_fails_its_peers_is_one_error_on_all(fault: str, run: str, world_size: int) -> None:
@@ -63,6 +63,7 @@ def test_under_pull_it_is_that_ranks_own_affair(fault: str, run: str) -> None:
     assert ("rank 2 waited" in failing["told"][0]) == (fault == "stalls")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "run", "world_size"), [("dies", "eager", 2), ("dies", "graph", 3), ("stops", "eager", 3)]
 )
@@ -75,6 +76,7 @@ def test_a_process_that_is_gone_is_one_error_on_the_others(fault: str, run: str,
     check([outcome.value for outcome in others], fault, world_size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["dies", "stops"])
 def test_under_pull_a_process_that_is_gone_disturbs_nobody(fault: str) -> None:
     with no_growth():
