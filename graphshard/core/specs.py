@@ -89,6 +89,14 @@ class BufferSpec:
         return num_bytes(self.shape, self.dtype, None)
 
 
+@dataclass(frozen=True, slots=True)
+class KeptWeight:
+    """A weight that its model keeps whole on every rank, and why, in one sentence."""
+
+    weight: str
+    reason: str
+
+
 @dataclass(frozen=True)
 class ModelSpec:
     """Weights in a canonical order, and segments in the order in which a step runs them."""
@@ -96,6 +104,9 @@ class ModelSpec:
     name: str
     weights: tuple[WeightSpec, ...]
     segments: tuple[SegmentSpec, ...]
+    kept: tuple[KeptWeight, ...] = ()
+    """Weights that stay resident by the model's own rules, unless a plan's `include` names them. A model that has such
+    rules wants all others inside its layers sharded, however small."""
 
     def __post_init__(self) -> None:
         names = [weight.name for weight in self.weights]
@@ -111,6 +122,9 @@ class ModelSpec:
             missing = [name for name in segment.reads if name not in known]
             if missing:
                 raise SpecError(f"model {self.name}: segment {segment.path} reads unknown weights {missing}")
+        unknown = [kept.weight for kept in self.kept if kept.weight not in known]
+        if unknown:
+            raise SpecError(f"model {self.name}: keeps unknown weights {unknown}")
 
     def weight(self, name: str) -> WeightSpec:
         """The weight called `name`; SpecError if there is none."""
@@ -118,6 +132,11 @@ class ModelSpec:
         if weight is None:
             raise SpecError(f"model {self.name} has no weight {name!r}")
         return weight
+
+    @cached_property
+    def why_kept(self) -> dict[str, str]:
+        """The reasons of `kept`, by weight."""
+        return {kept.weight: kept.reason for kept in self.kept}
 
     @cached_property
     def _weights_by_name(self) -> dict[str, WeightSpec]:

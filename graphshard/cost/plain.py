@@ -16,7 +16,9 @@ def plain_facts(model: ModelSpec, world_size: int) -> ModelFacts:
     for segment in model.segments:
         for name in segment.reads:
             layer_of.setdefault(name, segment.layer)
-    weights = tuple(_fact(weight, layer_of.get(weight.name)) for weight in model.weights)
+    weights = tuple(
+        _fact(weight, layer_of.get(weight.name), model.why_kept.get(weight.name, "")) for weight in model.weights
+    )
     numbers = dict.fromkeys(segment.layer for segment in model.segments if segment.layer is not None)
     hidden = max((fact.k for fact in weights), default=0)
     return ModelFacts(
@@ -30,10 +32,10 @@ def plain_facts(model: ModelSpec, world_size: int) -> ModelFacts:
     )
 
 
-def _fact(weight: WeightSpec, layer: int | None) -> WeightFact:
+def _fact(weight: WeightSpec, layer: int | None, why_kept: str) -> WeightFact:
     is_matrix = len(weight.shape) == 2
     n, k = weight.shape if is_matrix else (0, 0)
-    is_sharded = is_matrix and layer is not None and weight.num_bytes > 0
+    is_sharded = is_matrix and layer is not None and weight.num_bytes > 0 and not why_kept
     return WeightFact(
         weight=weight.name,
         role="other",
@@ -44,5 +46,5 @@ def _fact(weight: WeightSpec, layer: int | None) -> WeightFact:
         rows="rank" if is_matrix and layer is not None else "none",
         split="none",
         is_replicated=is_sharded,
-        reason="a matrix that a layer reads" if is_sharded else "no matrix of a layer",
+        reason="a matrix that a layer reads" if is_sharded else why_kept or "no matrix of a layer",
     )

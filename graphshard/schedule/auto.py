@@ -13,7 +13,7 @@ from graphshard.core.sizes import align_up, bytes_unit, format_bytes, in_unit
 from graphshard.core.specs import DeviceSpec, ModelSpec
 from graphshard.schedule.options import AUTO, PlanOptions, capture_shapes
 from graphshard.schedule.slots import assign_slots, issue_order
-from graphshard.schedule.units import UnitRules, choose_units, keep_all, unit_stays
+from graphshard.schedule.units import DEFAULT_MIN_SHARD_BYTES, UnitRules, choose_units, keep_all, unit_stays
 
 REPLICATED = "replicated"
 """The unit policy that a plan with no units prints."""
@@ -111,7 +111,7 @@ def _plan(model: ModelSpec, world_size: int, asked: PlanOptions, choice: Choice)
             policy=choice.units,
             include=tuple(asked.include),
             exclude=tuple(asked.exclude),
-            min_shard_bytes=asked.min_shard_bytes,
+            min_shard_bytes=_min_shard_bytes(model, asked),
             outside_layers=asked.outside_layers,
         )
         decisions, units = choose_units(model, rules)
@@ -133,6 +133,12 @@ def _plan(model: ModelSpec, world_size: int, asked: PlanOptions, choice: Choice)
         num_copy_streams=asked.num_copy_streams,
         reasons=(*choice.reasons, *reasons),
     )
+
+
+def _min_shard_bytes(model: ModelSpec, asked: PlanOptions) -> int:
+    if asked.min_shard_bytes != AUTO:
+        return asked.min_shard_bytes
+    return 0 if model.kept else DEFAULT_MIN_SHARD_BYTES
 
 
 def _residencies(

@@ -10,7 +10,7 @@ from graphshard.core.errors import SpecError
 from graphshard.core.plan import Executor, HeadPolicy, Transport
 from graphshard.core.sizes import parse_bytes
 from graphshard.core.specs import StepShape
-from graphshard.schedule.units import DEFAULT_MIN_SHARD_BYTES, unit_cap
+from graphshard.schedule.units import unit_cap
 
 AUTO: Literal["auto"] = "auto"
 AutoExecutor = Literal["auto", "cooperative", "threaded"]
@@ -40,8 +40,8 @@ class PlanOptions:
     """Patterns of weights to shard, wherever they are read and however small; all others stay resident."""
     exclude: Sequence[str] = ()
     """Patterns of weights that stay resident."""
-    min_shard_bytes: int = DEFAULT_MIN_SHARD_BYTES
-    """Smaller weights stay resident."""
+    min_shard_bytes: int | Literal["auto"] = AUTO
+    """Smaller weights stay resident. `auto`: 64 KiB; for a model with rules of its own (`ModelSpec.kept`), none."""
     outside_layers: bool = False
     """Shard weights outside the layers too (embedding, head)."""
     alignment_bytes: int = 256

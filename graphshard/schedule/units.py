@@ -28,7 +28,8 @@ class UnitRules:
     """What may be sharded. `include` and `exclude` are shell patterns over weight names.
 
     A weight that `include` names is sharded wherever it is read and however small it is; with any `include` pattern
-    the weights that none names stay resident. `exclude` wins over both.
+    the weights that none names stay resident. What the model keeps (`ModelSpec.kept`) is resident where there is none.
+    `exclude` wins over all.
     """
 
     policy: str = "layer"
@@ -91,6 +92,7 @@ class _Reading:
 
     def __init__(self, model: ModelSpec) -> None:
         self.segments = model.segments
+        self.why_kept = model.why_kept
         self.position = {weight.name: index for index, weight in enumerate(model.weights)}
         self.readers: dict[str, list[int]] = {weight.name: [] for weight in model.weights}
         self.runs: list[int] = []  # by segment; a run is a stretch of segments of one layer
@@ -136,6 +138,8 @@ class _Reading:
             return f"excluded by {excluded}"
         if rules.include:
             return "" if _first_match(name, rules.include) else "no include pattern names it"
+        if name in self.why_kept:
+            return self.why_kept[name]
         layers = self.layers(name)
         readers = [self.segments[reader] for reader in self.readers[name]]
         if len(layers) > 1 and len(self.stays(self.readers[name])) > 1:

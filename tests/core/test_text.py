@@ -43,7 +43,7 @@ def test_the_text_of_a_model() -> None:
         (SegmentSpec("s", 0, ("w",)), SegmentSpec("head", None, ())),
     )
     assert model.text() == (
-        "ModelSpec name=tiny\n"
+        "ModelSpec name=tiny kept=[]\n"
         "  weights: 2\n"
         "    WeightSpec name=w shape=[8,4] dtype=float32 strides=none\n"
         '    WeightSpec name="odd name" shape=[3] dtype=uint8 strides=[2]\n'

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from graphshard.core.errors import SpecError
-from graphshard.core.specs import ModelSpec, SegmentSpec, WeightSpec
+from graphshard.core.specs import DeviceSpec, KeptWeight, ModelSpec, SegmentSpec, WeightSpec
+from graphshard.schedule.auto import make_plan
 from graphshard.schedule.units import UnitRules, choose_units, unit_cap, unit_stays
 
 
@@ -48,6 +51,36 @@ def test_every_resident_weight_has_its_reason() -> None:
         ("layers.0", ("layers.0.q_proj", "layers.0.o_proj")),
         ("layers.1", ("layers.1.q_proj",)),
     ]
+
+
+def test_what_the_model_keeps_is_resident_unless_it_is_included() -> None:
+    kept = (KeptWeight("layers.0.q_proj", "rewritten after loading"), KeptWeight("layers.1.norm", "a norm is small"))
+    model = replace(small_llama(), kept=kept)
+    decisions, _ = choose_units(model, UnitRules("layer", exclude=("*.1.norm",)))
+    reasons = {d.weight: d.reason for d in decisions if d.unit is None}
+    assert reasons["layers.0.q_proj"] == "rewritten after loading"
+    assert reasons["layers.1.norm"] == "excluded by *.1.norm"
+    decisions, _ = choose_units(model, UnitRules("layer", include=("*.q_proj",)))
+    assert [d.weight for d in decisions if d.unit is not None] == ["layers.0.q_proj", "layers.1.q_proj"]
+
+
+def test_a_model_with_rules_of_its_own_shards_all_else_however_small() -> None:
+    model = replace(small_llama(), kept=(KeptWeight("layers.0.norm", "a norm is small"),))
+
+    def sharded(**options: int) -> set[str]:
+        plan = make_plan(model, 2, DeviceSpec("host", "any", 2**62), units="layer", **options)
+        return {d.weight for d in plan.decisions if d.unit is not None}
+
+    large = {f"layers.{layer}.{name}" for layer in range(2) for name in ("q_proj", "o_proj")}
+    assert sharded() == large | {"layers.1.norm"}
+    assert sharded(min_shard_bytes=1024) == large
+    model = replace(model, kept=())
+    assert sharded() == large
+
+
+def test_a_model_keeps_only_what_it_has() -> None:
+    with pytest.raises(SpecError, match=r"model small: keeps unknown weights \['layers.9.norm'\]"):
+        replace(small_llama(), kept=(KeptWeight("layers.9.norm", "a norm is small"),))
 
 
 def test_include_shards_the_named_alone() -> None:
