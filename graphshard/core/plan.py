@@ -68,7 +68,7 @@ class Plan:
     executor: Executor
     step_shapes: tuple[StepShape, ...]
     unit_policy: str
-    """`layer`, `weight`, or `bytes:CAP`."""
+    """`layer`, `weight`, or `bytes:CAP`; `placed` where the units were given."""
     alignment_bytes: int = 256
     num_copy_streams: int = 1
     reasons: tuple[str, ...] = ()

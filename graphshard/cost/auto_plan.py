@@ -17,7 +17,7 @@ from graphshard.cost.plain import plain_facts
 from graphshard.cost.published import PUBLISHED, hardware
 from graphshard.schedule.auto import make_plan
 
-DECIDED = frozenset({"units", "prefetch_depth", "num_slots", "include", "exclude", "executor", "replicated"})
+DECIDED = frozenset({"units", "prefetch_depth", "num_slots", "include", "exclude", "executor", "placed", "replicated"})
 """What `choose` decides. Whoever asks for one of these has decided, and the rules fill in the rest."""
 
 

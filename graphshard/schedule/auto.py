@@ -13,10 +13,19 @@ from graphshard.core.sizes import align_up, bytes_unit, format_bytes, in_unit
 from graphshard.core.specs import DeviceSpec, ModelSpec
 from graphshard.schedule.options import AUTO, PlanOptions, capture_shapes
 from graphshard.schedule.slots import assign_slots, issue_order
-from graphshard.schedule.units import DEFAULT_MIN_SHARD_BYTES, UnitRules, choose_units, keep_all, unit_stays
+from graphshard.schedule.units import (
+    DEFAULT_MIN_SHARD_BYTES,
+    UnitRules,
+    choose_units,
+    keep_all,
+    place_units,
+    unit_stays,
+)
 
 REPLICATED = "replicated"
 """The unit policy that a plan with no units prints."""
+PLACED = "placed"
+"""The unit policy that a plan prints whose units were given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +66,14 @@ def _choices(asked: PlanOptions, world_size: int, device: DeviceSpec) -> list[Ch
     """The ways to fill in `auto`, best first; later ones need less memory."""
     if asked.replicated:
         return [_kept(asked, "asked for")]
-    if world_size == 1 and asked.units == AUTO:
+    if asked.placed is not None and not asked.placed:
+        return [_kept(asked, "the units that were given are none")]
+    if world_size == 1 and asked.units == AUTO and asked.placed is None:
         return [_kept(asked, "one rank: a gather would only copy the rank's own bytes")]
     best = _best(asked, device)
     if asked.memory_limit is None:
         return [best]
-    units = "weight" if asked.units == AUTO else best.units
+    units = "weight" if asked.units == AUTO and asked.placed is None else best.units
     depths = [best.prefetch_depth, 0] if asked.prefetch_depth == AUTO else [best.prefetch_depth]
     reason = "the faster choice does not fit memory_limit_bytes"
     smaller = [
@@ -81,7 +92,9 @@ def _best(asked: PlanOptions, device: DeviceSpec) -> Choice:
     reasons = []
     units, executor = asked.units, asked.executor
     spare = device.kind == "cuda" or device.spare_cores > 0
-    if units == AUTO and device.kind == "cuda":
+    if asked.placed is not None:
+        units = PLACED
+    elif units == AUTO and device.kind == "cuda":
         units = "layer"
         reasons.append("units layer: a device with copy engines does best with the fewest gathers")
     elif units == AUTO:
@@ -106,6 +119,9 @@ def _plan(model: ModelSpec, world_size: int, asked: PlanOptions, choice: Choice)
     units: tuple[Unit, ...] = ()
     if choice.units == REPLICATED:
         decisions = keep_all(model, choice.reasons[0])
+    elif asked.placed is not None:
+        units = tuple(asked.placed)
+        decisions = place_units(model, units)
     else:
         rules = UnitRules(
             policy=choice.units,

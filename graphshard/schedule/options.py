@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from graphshard.core.errors import SpecError
-from graphshard.core.plan import Executor, HeadPolicy, Transport
+from graphshard.core.plan import Executor, HeadPolicy, Transport, Unit
 from graphshard.core.sizes import parse_bytes
 from graphshard.core.specs import StepShape
 from graphshard.schedule.units import unit_cap
@@ -48,6 +48,8 @@ class PlanOptions:
     num_copy_streams: int = 1
     memory_limit_bytes: int | str | None = None
     """For one rank's chunks, slots and resident weights, each rounded up to the device's granularity; or `1GiB`."""
+    placed: Sequence[Unit] | None = None
+    """The units, as they are: what is sharded, and together with what. All else stays resident."""
     replicated: bool = False
     """Keep every weight resident; says no more about units, slots and patterns than that there are none."""
 
@@ -79,6 +81,8 @@ class PlanOptions:
         object.__setattr__(self, "step_shapes", capture_shapes(self.step_shapes))
         if self.memory_limit is not None:
             _check_at_least("memory_limit_bytes", self.memory_limit, 0)
+        if self.placed is not None:
+            self._check_nothing_is_grouped()
         if self.replicated:
             self._check_nothing_is_cut()
 
@@ -96,6 +100,7 @@ class PlanOptions:
             "num_slots": self.num_slots != AUTO,
             "include": bool(self.include),
             "outside_layers": self.outside_layers,
+            "placed": bool(self.placed),
         }
         names = [name for name, is_asked in asked.items() if is_asked]
         if names:
@@ -104,6 +109,19 @@ class PlanOptions:
                 f"({', '.join(repr(getattr(self, name)) for name in names)}) asks for sharded ones: leave out one or "
                 "the other"
             )
+
+    def _check_nothing_is_grouped(self) -> None:
+        """SpecError if something was asked for that decides what given units have decided."""
+        asked = {
+            "units": self.units != AUTO,
+            "include": bool(self.include),
+            "exclude": bool(self.exclude),
+            "min_shard_bytes": self.min_shard_bytes != AUTO,
+            "outside_layers": self.outside_layers,
+        }
+        names = [name for name, is_asked in asked.items() if is_asked]
+        if names:
+            raise SpecError(f"{', '.join(names)} cannot be chosen beside placed, which says what the units are")
 
 
 def capture_shapes(step_shapes: Sequence[StepShape | int]) -> tuple[StepShape, ...]:

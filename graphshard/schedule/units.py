@@ -72,6 +72,32 @@ def choose_units(model: ModelSpec, rules: UnitRules) -> tuple[tuple[WeightDecisi
     return decisions, units
 
 
+def place_units(model: ModelSpec, units: Sequence[Unit]) -> tuple[WeightDecision, ...]:
+    """Decide every weight of `model` as `units`, given by somebody else, have it.
+
+    Raises:
+        SpecError: a unit names a weight that the model does not have, or that no segment reads.
+    """
+    reading = _Reading(model)
+    unit_of: dict[str, int] = {}
+    for unit in units:
+        for name in unit.weights:
+            if not reading.readers.get(name):
+                why = "no segment reads it" if name in reading.readers else f"{model.name} has no such weight"
+                raise SpecError(
+                    f"unit {unit.index} ({unit.name}) has the weight {name}: {why}; give this model's units"
+                )
+            unit_of[name] = unit.index
+    return tuple(
+        WeightDecision(
+            weight.name,
+            unit_of.get(weight.name),
+            reading.why_sharded(weight, units) if weight.name in unit_of else "no unit that was given has it",
+        )
+        for weight in model.weights
+    )
+
+
 def keep_all(model: ModelSpec, reason: str) -> tuple[WeightDecision, ...]:
     """Every weight resident, for one and the same reason."""
     return tuple(WeightDecision(weight.name, None, reason) for weight in model.weights)
