@@ -86,9 +86,17 @@ void Step::begin_prefetch() {
   order.held = parts_.entry;
 }
 
+// With the order's mutex, so that whoever makes the epoch odd and then takes the mutex knows of all that went before.
+void Step::refuse_while_written(const char* what) const {
+  if (epoch() % 2 == 0) return;
+  throw StateError("the weights are being written (epoch " + std::to_string(epoch()) + "); " + what +
+                   " when the epoch is even");
+}
+
 void Step::prefetch() {
   driver().enter();
   const std::lock_guard<std::mutex> guard(parts_.order->mutex);
+  refuse_while_written("prefetch");
   if (parts_.prefetch != nullptr) begin_prefetch();
 }
 
@@ -103,10 +111,7 @@ bool Step::wait_prefetch(int64_t timeout_ns) const {
 // With the order's mutex: `stream` comes after all that the slots were used for, and the slots hold what is expected.
 void Step::enter(Stream& stream) {
   StepOrder& order = *parts_.order;
-  if (epoch() % 2 == 1) {
-    throw StateError("the weights are being written (epoch " + std::to_string(epoch()) +
-                     "); replay when the epoch is even");
-  }
+  refuse_while_written("replay");
   begin_prefetch();
   if (order.was_used) stream.wait(order.last_use);
   if (order.is_in_flight) stream.wait(order.arrived);

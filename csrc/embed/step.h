@@ -126,6 +126,7 @@ class Step {
  private:
   Driver& driver() const { return parts_.stream->driver(); }
   std::shared_ptr<Stream> stream_of(CUstream handle);
+  void refuse_while_written(const char* what) const;
   void begin_prefetch();
   void enter(Stream& stream);
   bool is_latest_over() const;

@@ -118,7 +118,8 @@ GS_API gs_status gs_step_prefetch(gs_step* step);
 GS_API gs_status gs_step_prefetch_wait(gs_step* step, double timeout_s);
 /* Move the graph to the device now, so that the first replay does not. */
 GS_API gs_status gs_step_upload(gs_step* step, void* stream);
-/* The version of the weights; odd while they are being written, when a replay is GS_ERROR_STATE. 0 if none is kept. */
+/* The version of the weights; odd while they are being written, or a write did not end: then replays and prefetches are
+ * GS_ERROR_STATE. 0 if none is kept. */
 GS_API gs_status gs_step_epoch(gs_step* step, uint64_t* epoch);
 
 /* ---- driver, memory, streams ------------------------------------------------------------------------------------ */
