@@ -29,8 +29,10 @@ reason}: state is done or lost, and reason says why it was lost; `tokens` (by pr
 prompt_indices, reason}; `restarts` {rank, reason}; `order` (ranks as they finished); `time_per_token_ms` and `ttft_ms`
 {median, p10, p90, p99, n}; `model, world_size, run, num_tokens, batch_size, cache_length`; `report` null or
 {identical, units [{unit, name, num_bytes, gather_us, compute_us}], sharded and replicated [by rank: weight_bytes,
-chunk_bytes, slot_bytes, resident_bytes, other_bytes, kv_bytes_per_sequence, concurrency, startup_peak_rss_bytes,
-startup_peak_pss_bytes, pss_bytes, time_per_token_ms], memory_bytes, plan}, and `no_report` why there is none."""
+chunk_bytes, slot_bytes, resident_bytes, other_bytes, kv_bytes_per_sequence, concurrency, kv_tokens, staged_bytes (of an
+update of all weights), kv_tokens_updating, startup_peak_rss_bytes, startup_peak_pss_bytes, pss_bytes,
+time_per_token_ms], kv_tokens {sharded, replicated, gained, and each _updating: what fits on every rank}, memory_bytes,
+plan}, and `no_report` why there is none."""
 
 
 class _Fault(click.ParamType[list[Any]]):
@@ -124,7 +126,7 @@ def _answer(
     found = None
     if not no_report:
         total = int(str(machine_facts()["memory_bytes"]))
-        found = report_of(job.stories, memory or total // len(job.stories))
+        found = report_of(job.stories, memory or total // len(job.stories), request["cache_length"])
     if request["report"]:
         show_report(out, answer, found, no_report)
     else:

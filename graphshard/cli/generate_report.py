@@ -38,18 +38,32 @@ def summary_of(stories: Sequence[RankStory], rows: Sequence[dict[str, Any]], ord
     }
 
 
-def report_of(stories: Sequence[RankStory], memory_bytes: int) -> dict[str, Any]:
+def report_of(stories: Sequence[RankStory], memory_bytes: int, cache_length: int) -> dict[str, Any]:
     """The report, from what each rank measured; `memory_bytes` is what one rank may use."""
     reports = [story.report for story in stories if story.report is not None]
     units = [
         max(same, key=lambda one: one["gather_us"]) for same in zip(*(one["units"] for one in reports), strict=True)
     ]
+    ways = {way: [_of_rank(one[way], memory_bytes, cache_length) for one in reports] for way in WAYS}
     return {
         "identical": all(one["identical"] for one in reports),
         "memory_bytes": memory_bytes,
         "units": units,
         "plan": reports[0]["plan"],
-        **{way: [_of_rank(one[way], memory_bytes) for one in reports] for way in WAYS},
+        "kv_tokens": _kv_tokens(ways),
+        **ways,
+    }
+
+
+def _kv_tokens(ways: dict[str, list[dict[str, Any]]]) -> dict[str, int]:
+    """Tokens whose keys and values fit on every rank, by way, and the gain; `updating`: while all weights change."""
+    fit = {way: min(one["kv_tokens"] for one in ranks) for way, ranks in ways.items()}
+    updating = {way: min(one["kv_tokens_updating"] for one in ranks) for way, ranks in ways.items()}
+    return {
+        **fit,
+        "gained": fit["sharded"] - fit["replicated"],
+        **{f"{way}_updating": tokens for way, tokens in updating.items()},
+        "gained_updating": updating["sharded"] - updating["replicated"],
     }
 
 
@@ -68,11 +82,13 @@ def show_report(out: Output, answer: dict[str, Any], report: dict[str, Any] | No
         "weight_bytes": "weights a rank",
         "kv_bytes": "KV a sequence",
         "concurrency": "sequences that fit",
+        "kv_tokens": "KV tokens",
         "startup_peak_rss_bytes": "start-up RSS",
         "startup_peak_pss_bytes": "PSS",
         "pss_bytes": "PSS of all ranks",
     }
     out.say(table_of(rows, columns, f"a rank of {len(report['sharded'])}, {format_bytes(report['memory_bytes'])} each"))
+    _say_kv_tokens(out, report["kv_tokens"])
     ttft = answer["ttft_ms"]
     if ttft is not None:
         out.say(f"first token after {ttft['median']:.3g} ms (p99 {ttft['p99']:.3g}, {ttft['n']} prompts)")
@@ -80,6 +96,14 @@ def show_report(out: Output, answer: dict[str, Any], report: dict[str, Any] | No
         out.say(f"  why: {reason}")
     same = "identical to the replicated model's, bit for bit" if report["identical"] else "NOT the replicated model's"
     out.say(f"logits of every step are {same}")
+
+
+def _say_kv_tokens(out: Output, tokens: dict[str, int]) -> None:
+    out.say(
+        f"KV tokens that fit: {tokens['sharded']:,} beside sharded weights, {tokens['replicated']:,} beside replicated "
+        f"ones: {tokens['gained']:+,}; with room to update all weights at once {tokens['sharded_updating']:,}, "
+        f"{tokens['replicated_updating']:,}: {tokens['gained_updating']:+,}"
+    )
 
 
 def _show_units(out: Output, report: dict[str, Any]) -> None:
@@ -118,17 +142,25 @@ def _row(way: str, ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "median": max(one["median"] for one in times),
         "p99": max(one["p99"] for one in times),
         "concurrency": min(one["concurrency"] for one in ranks),
+        "kv_tokens": min(one["kv_tokens"] for one in ranks),
         "pss_bytes": sum(one["pss_bytes"] for one in ranks),
     }
 
 
-def _of_rank(found: dict[str, Any], memory_bytes: int) -> dict[str, Any]:
-    """One rank's figures; sequences that fit are what is left beside weights and other buffers, in KV caches."""
+def _of_rank(found: dict[str, Any], memory_bytes: int, cache_length: int) -> dict[str, Any]:
+    """One rank's figures; sequences that fit are what is left beside weights and other buffers, in KV caches.
+
+    An update stages the bytes that the rank keeps, its chunks and whole weights, before it replaces them.
+    """
     left = memory_bytes - found["weight_bytes"] - found["other_bytes"]
+    staged, a_sequence = found["chunk_bytes"] + found["resident_bytes"], found["kv_bytes_per_sequence"]
     step_s = found["step_s"]
     return {
         **{key: value for key, value in found.items() if key != "step_s"},
-        "concurrency": max(0, left // found["kv_bytes_per_sequence"]),
+        "concurrency": max(0, left // a_sequence),
+        "kv_tokens": max(0, left * cache_length // a_sequence),
+        "kv_tokens_updating": max(0, (left - staged) * cache_length // a_sequence),
+        "staged_bytes": staged,
         "time_per_token_ms": _times([seconds * 1e3 for seconds in step_s[NUM_WARMUPS:] or step_s]),
     }
 

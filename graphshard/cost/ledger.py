@@ -43,9 +43,11 @@ class Overheads:
     """Of collectives that only the plan needs, all communicators together; 0 for `pull`, which has none."""
     pool_slack: float = 0.0
     """What fragmentation adds to the graphs' shared pool, as a share of it."""
+    load_buffer_bytes: int = 8 * 8 * 2**20
+    """Of loading: a stripe of 8 MiB for each of 8 threads, for recipes that compute; else bytes go to their place."""
 
     def __post_init__(self) -> None:
-        for name in ("workspace_bytes", "communicator_bytes"):
+        for name in ("workspace_bytes", "communicator_bytes", "load_buffer_bytes"):
             if getattr(self, name) < 0:
                 raise SpecError(f"{name} is {getattr(self, name)}: it is a number of bytes, at least 0")
         if self.granularity_bytes < 1 or self.pool_slack < 0:
@@ -94,8 +96,8 @@ class Ledger:
     communicator_bytes: int
     rounding_bytes: int
     """Chunks, slots and resident weights are windows: each is rounded up to the granularity."""
-    largest_weight_bytes: int
-    """Read whole while it is cut, where a checkpoint is not read by byte ranges."""
+    load_buffer_bytes: int
+    """Stripes of the weights that a recipe computes while they are loaded, one for each thread."""
     largest_chunk_bytes: int
     request_kv_bytes: int
     """Keys and values of `context_tokens`, target and draft."""
@@ -130,9 +132,14 @@ class Ledger:
 
     @property
     def load_peak_bytes(self) -> int:
-        """While a checkpoint is read into chunks: the three windows, and the weight that is being cut."""
+        """While a checkpoint's byte ranges are read into chunks: the three windows, and the threads' stripes."""
         weights = self.chunk_bytes + self.slot_bytes + self.draft_slot_bytes + self.resident_bytes
-        return weights + self.rounding_bytes + self.largest_weight_bytes
+        return weights + self.rounding_bytes + self.load_buffer_bytes
+
+    @property
+    def staged_bytes(self) -> int:
+        """While an update replaces every weight: the new bytes of all that the rank keeps, beside the old ones."""
+        return self.chunk_bytes + self.resident_bytes
 
     @property
     def attach_peak_bytes(self) -> int:
@@ -204,8 +211,9 @@ class Ledger:
             _row("workspaces", self.workspace_bytes, "of gemm libraries"),
             _row("used", self.used_bytes, "chunks + slots + resident + pool + workspaces + communicators + rounding"),
             _row("replicated", self.replicated_bytes, "gross + resident + pool + workspaces"),
-            _row("load peak", self.load_peak_bytes, "windows and the largest weight, from a checkpoint"),
+            _row("load peak", self.load_peak_bytes, "windows and the threads' stripes, from a checkpoint"),
             _row("attach peak", self.attach_peak_bytes, "the whole module, slots and a chunk, when sharded in place"),
+            _row("update", self.staged_bytes, "chunks + resident: staged beside while all weights are replaced"),
             _row("memory", self.memory_bytes, "the limit"),
             _row("for requests", self.for_requests_bytes, "memory - used"),
             _row("state a request", self.request_state_bytes, "recurrent layers, whatever the context"),
@@ -244,8 +252,6 @@ def make_ledger(
     over = overheads or Overheads()
     facts = [model.facts, *([model.draft.facts] if model.draft else [])]
     layouts = [layout, *([draft_layout] if draft_layout else [])]
-    views = [view for one in layouts for unit in one.units for view in unit.views]
-    resident = [view for one in layouts for view in one.resident]
     return Ledger(
         world_size=layout.world_size,
         memory_bytes=memory_bytes,
@@ -259,7 +265,7 @@ def make_ledger(
         workspace_bytes=over.workspace_bytes,
         communicator_bytes=over.communicator_bytes,
         rounding_bytes=sum(_rounding(one, over.granularity_bytes) for one in layouts),
-        largest_weight_bytes=max((view.num_bytes for view in (*views, *resident)), default=0),
+        load_buffer_bytes=over.load_buffer_bytes,
         largest_chunk_bytes=max((unit.chunk_bytes for one in layouts for unit in one.units), default=0),
         request_kv_bytes=sum(one.kv_bytes(context_tokens) for one in facts),
         request_state_bytes=sum(one.state_bytes_per_request for one in facts),

@@ -61,7 +61,8 @@ def generate(folder: Path, *options: object, world_size: int = WORLD_SIZE) -> An
 
 def test_tokens_equal_the_replicated_models_and_the_report_adds_up(folder: Path) -> None:
     truth = replicated_tokens(folder, 2)
-    answer = generate(folder, "--report", "--memory", "1GiB", world_size=2)
+    # one slot: with two, half of three layers and two whole ones would be more than three
+    answer = generate(folder, "--prefetch-depth", 0, "--report", "--memory", "1GiB", world_size=2)
     assert answer.code == 0, answer.err
     told = answer.json
     assert told["tokens"] == truth and told["lost"] == [] and told["restarts"] == []
@@ -72,6 +73,8 @@ def test_tokens_equal_the_replicated_models_and_the_report_adds_up(folder: Path)
     for row in told["rows"]:
         assert f"[rank {row['rank']}] {row['prompt']}{row['text']}" in answer.err
     _check_report(told["report"])
+    gained = told["report"]["kv_tokens"]["gained"]
+    assert f"replicated ones: {gained:+,};" in answer.err
 
 
 def _check_report(report: dict[str, Any]) -> None:
@@ -86,9 +89,19 @@ def _check_report(report: dict[str, Any]) -> None:
             assert rank["kv_bytes_per_sequence"] == kv_bytes
             left = 2**30 - rank["weight_bytes"] - rank["other_bytes"]
             assert rank["concurrency"] == left // kv_bytes
+            assert rank["kv_tokens"] == left // (kv_bytes // 32)  # a cache has 32 positions
+            assert rank["staged_bytes"] == rank["chunk_bytes"] + rank["resident_bytes"]
+            assert rank["kv_tokens_updating"] == (left - rank["staged_bytes"]) // (kv_bytes // 32)
             assert rank["startup_peak_pss_bytes"] > 0 and rank["startup_peak_rss_bytes"] > rank["weight_bytes"]
     sharded, replicated = report["sharded"][0], report["replicated"][0]
     assert sharded["chunk_bytes"] > 0 and replicated["chunk_bytes"] == replicated["slot_bytes"] == 0
+    tokens = report["kv_tokens"]
+    assert tokens["sharded"] == sharded["kv_tokens"] > tokens["replicated"] == replicated["kv_tokens"]
+    assert tokens["gained"] == tokens["sharded"] - tokens["replicated"]
+    saved = replicated["weight_bytes"] - sharded["weight_bytes"]
+    assert abs(tokens["gained"] * kv_bytes // 32 - saved) <= kv_bytes // 32  # the same memory otherwise
+    saved += replicated["staged_bytes"] - sharded["staged_bytes"]
+    assert abs(tokens["gained_updating"] * kv_bytes // 32 - saved) <= kv_bytes // 32
 
 
 def test_a_killed_rank_takes_only_its_own_prompts(folder: Path) -> None:

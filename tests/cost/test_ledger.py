@@ -20,7 +20,7 @@ from graphshard.schedule.synthetic import synthetic_model
 
 GIB = 2**30
 GPU = DeviceSpec("cuda", "any", memory_bytes=2**62)
-NOTHING = Overheads(granularity_bytes=1, workspace_bytes=0)
+NOTHING = Overheads(granularity_bytes=1, workspace_bytes=0, load_buffer_bytes=0)
 KV_BYTES, STATE_BYTES, ACTIVATION_BYTES, VOCABULARY = 4096, 100_000, 5000, 1000
 
 
@@ -63,7 +63,8 @@ def test_lines_of_a_small_model() -> None:
     assert found.graph_pool_bytes == 16 * (ACTIVATION_BYTES + 4 * VOCABULARY)
     assert found.used_bytes == 3 * MATRIX + ENDS + found.graph_pool_bytes
     assert found.replicated_bytes == 4 * MATRIX + ENDS + found.graph_pool_bytes
-    assert found.load_peak_bytes == 3 * MATRIX + ENDS + MATRIX
+    assert found.load_peak_bytes == 3 * MATRIX + ENDS
+    assert found.staged_bytes == MATRIX + ENDS
     assert found.attach_peak_bytes == 4 * MATRIX + ENDS + 2 * MATRIX + MATRIX // 4
 
 
@@ -125,7 +126,8 @@ def test_both_sides_agree_to_the_byte(
     layout = layout_of(model.spec, world_size, prefetch_depth=depth)
     windows = found.chunk_bytes + found.slot_bytes + found.resident_bytes + found.rounding_bytes
     assert windows == layout.reserved_bytes(granularity)
-    assert found.load_peak_bytes == windows + found.largest_weight_bytes
+    assert found.load_peak_bytes == windows + overheads.load_buffer_bytes
+    assert found.staged_bytes == layout.shard_bytes + layout.resident_bytes
     assert found.sequences * found.request_bytes <= max(found.for_requests_bytes, 0)
     assert 0 <= found.kv_tokens - found.sequences * 1000 < 1000
 
