@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,9 +21,9 @@ from graphshard.runtime.bind import Hooks
 from graphshard.runtime.build import Agreed, agree_on_device, build_runtime
 from graphshard.runtime.compiled import Compiled, compile_plan
 from graphshard.runtime.model import SegmentedModel
-from graphshard.runtime.replicated import check_source
 from graphshard.runtime.runtime import Runtime
-from graphshard.runtime.source import open_source
+from graphshard.runtime.weights.fill import SourceFiller
+from graphshard.runtime.weights.recipe_source import RecipeSource, open_store
 from graphshard.schedule.auto import make_plan
 
 PlanChoice = Plan | Literal["auto", "replicated"]
@@ -34,6 +35,7 @@ def compile(  # the field's verb, as in torch.compile; always used as graphshard
     group: Group,
     *,
     checkpoint: str | Path | Mapping[str, Tensor],
+    ignore: Sequence[str] = (),
     plan: PlanChoice = "auto",
     capture_sizes: Sequence[int | tuple[int, int]] = (1,),
     device: str | Device = "host",
@@ -51,6 +53,7 @@ def compile(  # the field's verb, as in torch.compile; always used as graphshard
         model: a model cut into segments, e.g. `graphshard.models.llama.Llama`.
         group: the ranks that share one copy of the weights.
         checkpoint: a safetensors file or folder, or tensors by weight name.
+        ignore: patterns (`*`, `?`, `[a-z]`) of the checkpoint's tensors that no weight is made of; others are an error.
         plan: "auto" decides before anything is measured; "replicated" shards nothing (the same segments, the same
             memory rules: the yardstick); or a Plan.
         capture_sizes: batch sizes, or (batch_size, tokens_per_sequence), to capture; () captures nothing yet.
@@ -69,10 +72,9 @@ def compile(  # the field's verb, as in torch.compile; always used as graphshard
     shapes = [StepShape(*size) if isinstance(size, tuple) else StepShape(size) for size in capture_sizes]
     with agree_on_device(group, device) as agreed:
         compiled = group.agree("plan", lambda: _compile(model.spec(), group, agreed, plan, shapes, choices, hardware))
-        source = group.agree("checkpoint", lambda: open_source(checkpoint))
-        if agreed.welcome is None:  # a rank that came back is alone; its shards' checksums are compared
-            check_source(group, compiled.model, source)
-        runtime = build_runtime(compiled, model, source, group, device, agreed=agreed, **limits)
+        with closing(group.agree("checkpoint", lambda: open_store(checkpoint, compiled.model))) as store:
+            filler = SourceFiller(RecipeSource(store, ignore=ignore))
+            runtime = build_runtime(compiled, model, filler, group, device, agreed=agreed, **limits)
     return _captured(runtime, shapes)
 
 

@@ -8,7 +8,6 @@ write to the same slots.
 from __future__ import annotations
 
 import time
-import zlib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import torch
 from graphshard._core import Calls, Memory, OpList, Stream, memcpy
 from graphshard.bench.gloo import gloo
 from graphshard.bench.stats import summarize
+from graphshard.comm.checksums import checksum_of
 from graphshard.comm.group import Group
 from graphshard.comm.open import open_transport
 from graphshard.core.errors import CommError
@@ -72,7 +72,7 @@ class _Arena:
         window = torch.frombuffer(self.shards, dtype=torch.uint8)
         window.copy_(torch.arange(window.numel(), dtype=torch.int64).mul_(2 * group.rank + 3).to(torch.uint8))
         torch.frombuffer(self.sources, dtype=torch.uint8).fill_(1)
-        checksums = [zlib.crc32(self.chunk(unit).numpy().data) for unit in range(count)]
+        checksums = [checksum_of(self.chunk(unit).numpy().data) for unit in range(count)]
         self.transport = opening.connect(self.layout, self.shards, self.slots, checksums)
 
     def chunk(self, unit: int) -> torch.Tensor:

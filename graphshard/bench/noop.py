@@ -18,7 +18,9 @@ from graphshard.runtime.compiled import compile_plan
 from graphshard.runtime.memory import torch_dtype
 from graphshard.runtime.model import Segment, StepState
 from graphshard.runtime.runtime import Runtime
-from graphshard.runtime.source import TensorSource
+from graphshard.runtime.weights.fill import SourceFiller
+from graphshard.runtime.weights.recipe_source import RecipeSource
+from graphshard.runtime.weights.tensor_store import TensorsInHand
 
 
 class NoopModel:
@@ -43,7 +45,7 @@ def noop_runtime(model: ModelSpec, plan: Plan, group: Group, timeout_s: float = 
     return build_runtime(
         compile_plan(model, plan),
         NoopModel(model),
-        TensorSource(weights),
+        SourceFiller(RecipeSource(TensorsInHand(weights))),
         group,
         open_device("host"),
         timeout_s=timeout_s,

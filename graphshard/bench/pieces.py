@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,15 @@ from graphshard.core.program import Program
 from graphshard.core.specs import ModelSpec, StepShape
 from graphshard.core.timeline import Span
 from graphshard.device import open_device
+from graphshard.load.checkpoint import Checkpoint
 from graphshard.runtime.bind import Hooks
 from graphshard.runtime.build import agree_on_device, build_runtime
 from graphshard.runtime.compiled import Compiled, compile_plan
 from graphshard.runtime.evidence.traced import TracedStep
 from graphshard.runtime.model import SegmentedModel
 from graphshard.runtime.runtime import Runtime
-from graphshard.runtime.source import open_source
+from graphshard.runtime.weights.fill import SourceFiller
+from graphshard.runtime.weights.recipe_source import RecipeSource
 from graphshard.schedule.auto import make_plan
 
 NUM_WARMUPS = 2
@@ -60,8 +63,9 @@ def build_split(
         compiled = compile_plan(spec, make_plan(spec, group.world_size, agreed.spec, step_shapes=shapes, **options))
         programs = {shape: split_segments(spec, one) for shape, one in compiled.programs.items()}
         split = Compiled(spec, compiled.plan, compiled.layout, programs)
-        source = open_source(checkpoint)
-        return build_runtime(split, model, source, group, device, agreed=agreed, timeout_s=timeout_s, hooks=Hooks())
+        with closing(Checkpoint(checkpoint)) as store:
+            filler = SourceFiller(RecipeSource(store))
+            return build_runtime(split, model, filler, group, device, agreed=agreed, timeout_s=timeout_s, hooks=Hooks())
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,12 @@ from graphshard.bench.gloo import gloo
 from graphshard.bench.step import Contender, Workload, measure_steps, num_steps_of
 from graphshard.comm.group import Group
 from graphshard.core.specs import StepShape, WeightSpec
+from graphshard.load.checkpoint import Checkpoint
+from graphshard.load.store import tensor_bytes
 from graphshard.models.llama import Llama, load_llama
 from graphshard.models.module import SegmentedModule, new_buffers
 from graphshard.runtime.memory import torch_dtype
 from graphshard.runtime.runtime import Runtime
-from graphshard.runtime.source import open_source
 
 TIMEOUT_S = 60.0
 
@@ -113,13 +114,14 @@ class _Field:
         from graphshard.bench.fsdp2 import ModuleStep, shard_layers  # only for those who ask: it takes a second
 
         self._stack.enter_context(gloo(self._group, TIMEOUT_S))
-        source = open_source(self._folder)
+        checkpoint = Checkpoint(self._folder)
 
         def read(spec: WeightSpec) -> Tensor:
-            raw = bytearray(source.read(spec))
+            raw = tensor_bytes(checkpoint, spec.name)
             return torch.frombuffer(raw, dtype=torch_dtype(spec.dtype)).view(spec.shape).clone()  # torch aligns
 
-        module = SegmentedModule(self.model, read)
+        with closing(checkpoint):
+            module = SegmentedModule(self.model, read)
         shard_layers(module, module.layers, module.outside.parameters())
         shapes = {size: StepShape(size) for size in self._request.batch_sizes}
         buffers = new_buffers(self.model, list(shapes.values()))

@@ -2,17 +2,49 @@
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
+
+import xxhash
 
 from graphshard.comm.group import Group
 from graphshard.core.errors import CommError
 from graphshard.core.layout import Layout
 
+Bytes = bytes | bytearray | memoryview
+
+
+def checksum_of(data: Bytes) -> int:
+    """The xxh3_64 of `data`: the one checksum of bulk bytes. Threads run meanwhile."""
+    return xxhash.xxh3_64_intdigest(data)
+
+
+class Checksum:
+    """The checksum of bytes that come one piece after the other."""
+
+    def __init__(self) -> None:
+        self._running = xxhash.xxh3_64()
+
+    def update(self, piece: Bytes) -> None:
+        """Take in the next piece."""
+        self._running.update(piece)
+
+    @property
+    def value(self) -> int:
+        """Of all pieces so far, as `checksum_of` has it."""
+        return self._running.intdigest()
+
+
+def checksum_of_pieces(pieces: Iterable[Bytes]) -> int:
+    """The checksum of all `pieces` one after the other, each taken as it comes."""
+    running = xxhash.xxh3_64()
+    for piece in pieces:
+        running.update(piece)
+    return running.intdigest()
+
 
 class ChunkChecksums:
-    """crc32 of every rank's chunk of every unit."""
+    """The checksum of every rank's chunk of every unit."""
 
     def __init__(self, rank: int, layout: Layout, checksums: Sequence[Sequence[int]]) -> None:
         """`checksums[rank][unit]`, of the bytes that were loaded."""
@@ -44,21 +76,23 @@ class ChunkChecksums:
         Raises:
             CommError: naming this rank, the source ranks whose chunks differ, and the unit.
         """
-        found = [0] * len(self._checksums)
         judged = range(len(self._checksums)) if rank is None else (rank,)
-        for copy in self._layout.units[unit].copies:
-            if copy.source_rank not in judged:
-                continue
-            for row in range(copy.rows):
-                begin = copy.slot_offset + row * copy.slot_pitch
-                found[copy.source_rank] = zlib.crc32(slot_view[begin : begin + copy.row_bytes], found[copy.source_rank])
+        found = {source: checksum_of_pieces(self._rows(unit, source, slot_view)) for source in judged}
         expected = [checksums[unit] for checksums in self._checksums]
         wrong = [source for source in judged if found[source] != expected[source]]
         if wrong:
             pairs = ", ".join(
-                f"{found[source]:08x} from rank {source} instead of {expected[source]:08x}" for source in wrong
+                f"{found[source]:016x} from rank {source} instead of {expected[source]:016x}" for source in wrong
             )
             raise CommError(
                 f"rank {self._rank} gathered other bytes of unit {unit} than their owners loaded: checksum {pairs}; "
                 "the shard was changed after load, or the mapping of that rank's memory is not what it exported"
             )
+
+    def _rows(self, unit: int, source_rank: int, slot_view: memoryview) -> Iterable[memoryview]:
+        """Where `source_rank`'s chunk lies in a slot, in the chunk's order."""
+        for copy in self._layout.units[unit].copies:
+            if copy.source_rank == source_rank:
+                for row in range(copy.rows):
+                    begin = copy.slot_offset + row * copy.slot_pitch
+                    yield slot_view[begin : begin + copy.row_bytes]

@@ -71,7 +71,7 @@ class PullTransport:
             group: as many ranks as `layout` has.
             layout: where chunks lie in a window.
             shard_memory: this rank's window, exportable; None if nothing is sharded.
-            checksums: crc32 of this rank's chunk, by unit, taken from the bytes that were loaded.
+            checksums: the checksum of this rank's chunk, by unit, taken from the bytes that were loaded.
             peers: what each rank shows, where a living one has told it to this one, which came back.
 
         Raises:

@@ -120,7 +120,7 @@ class TransportOpening(Protocol):
             layout: where chunks and units lie.
             shards: this rank's chunks; None if nothing is sharded.
             slots: where units are gathered.
-            checksums: crc32 of this rank's chunk, by unit.
+            checksums: the checksum of this rank's chunk, by unit.
             peers: what each rank shows, where a living one has told it to this one, which came back.
         """
 

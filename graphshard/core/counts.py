@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 def counted(number: int, noun: str, plural: str | None = None) -> str:
@@ -14,3 +14,9 @@ def which_ranks(ranks: Iterable[int]) -> str:
     """The ranks by number, as the prefix of what they say in common."""
     numbers = [str(rank) for rank in ranks]
     return f"rank{'' if len(numbers) == 1 else 's'} {' '.join(numbers)}"
+
+
+def some_of(names: Sequence[str], most: int = 8) -> str:
+    """`a, b, c and 12 more`: the first `most` of `names`, and how many there are beside them."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -1,87 +1,76 @@
-"""A checkpoint: tensors by name over one safetensors file, or over a folder's files and their index."""
+"""A checkpoint: a tensor store over one safetensors file, or over a folder's files and their index."""
 
 from __future__ import annotations
 
-import difflib
 import json
-import os
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from graphshard.core.counts import some_of
 from graphshard.core.errors import LoadError
-from graphshard.core.specs import WeightSpec
-from graphshard.load.safetensors_file import SafetensorsFile, TensorEntry
+from graphshard.load.safetensors_file import FileTensor, SafetensorsFile, unique_pairs
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 
 
 class Checkpoint:
-    """Weights on disk. Every header is checked when the checkpoint is opened; bytes are read when they are used."""
+    """Tensors on disk. Every header is checked when the checkpoint is opened; bytes are read when they are asked for.
+
+    Nothing is kept by path: what is opened later reads the files as they are then.
+    """
 
     def __init__(self, path: Path) -> None:
         """Open `path`: a safetensors file, an index file, or a folder with either.
 
         Raises:
-            LoadError: there is none, or a file is truncated or malformed.
+            LoadError: there is none, a file is missing, truncated or malformed, or files and index disagree.
         """
         self.path = path
         file = _find(path)
         self._files = _open_index(file) if file.suffix == ".json" else _open_one(file)
+        self._entries = {name: one.entries[name] for name, one in self._files.items()}
+        self._lock = threading.Lock()
+        self._num_bytes_read = 0
 
     @property
-    def entries(self) -> dict[str, TensorEntry]:
-        """All tensors by name."""
-        return {name: file.entries[name] for name, file in self._files.items()}
+    def where(self) -> str:
+        """See TensorStore."""
+        return str(self.path)
 
-    def entry(self, name: str) -> TensorEntry:
-        """Where the tensor `name` lies in its file.
+    @property
+    def entries(self) -> Mapping[str, FileTensor]:
+        """See TensorStore; with where each begins in its file."""
+        return self._entries
 
-        Raises:
-            LoadError: there is none; names near to it are listed.
-        """
-        return self._file(name).entries[name]
-
-    def read(self, spec: WeightSpec) -> memoryview:
-        """The `spec.num_bytes` bytes of a weight: a view of the mapped file, not a copy.
-
-        Raises:
-            LoadError: it is missing, or has another dtype or shape.
-        """
-        file = self._file(spec.name)
-        entry = file.entries[spec.name]
-        if entry.dtype != spec.dtype or entry.shape != spec.shape:
-            raise LoadError(
-                f"weight {spec.name} is {entry.dtype}{_shape(entry.shape)} in {file.path}, "
-                f"the model asks for {spec.dtype}{_shape(spec.shape)}: give the checkpoint of this model's config.json"
-            )
-        if spec.strides is not None:
-            raise LoadError(
-                f"weight {spec.name} has strides {spec.strides}, and checkpoints hold contiguous tensors only"
-            )
-        return file.read(spec.name)
-
-    def check(self, specs: Iterable[WeightSpec]) -> None:
-        """Raise for the first weight that `read` would refuse, before anything is reserved for it.
-
-        Raises:
-            LoadError: as `read`.
-        """
-        for spec in specs:
-            self.read(spec)
+    def read_into(self, name: str, begin: int, out: memoryview) -> None:
+        """See TensorStore."""
+        entry = self._entries[name]
+        assert 0 <= begin <= begin + len(out) <= entry.num_bytes, (name, begin, len(out), entry)
+        self._files[name].read_into(entry.begin + begin, out)
+        with self._lock:
+            self._num_bytes_read += len(out)
 
     def identity(self) -> str:
-        """Device, inode, size and time of change of each file: equal for the very same files."""
-        stats = [os.stat(path) for path in sorted({str(file.path) for file in self._files.values()})]
-        return " ".join(f"{s.st_dev}:{s.st_ino}:{s.st_size}:{s.st_mtime_ns}" for s in stats)
+        """See TensorStore. Device, inode, size and time of change of each file."""
+        return " ".join(file.identity() for file in self._each_file())
 
-    def _file(self, name: str) -> SafetensorsFile:
-        file = self._files.get(name)
-        if file is None:
-            near = difflib.get_close_matches(name, self._files, n=3)
-            hint = f"near it are {', '.join(near)}" if near else f"none of its {len(self._files)} names is near"
-            raise LoadError(f"weight {name} is not in {self.path}: {hint}")
-        return file
+    def release(self, names: Iterable[str]) -> None:
+        """See TensorStore. Nothing is kept of what was read."""
+
+    @property
+    def num_bytes_read(self) -> int:
+        """See TensorStore."""
+        return self._num_bytes_read
+
+    def close(self) -> None:
+        """Close the files. Idempotent."""
+        for file in self._each_file():
+            file.close()
+
+    def _each_file(self) -> list[SafetensorsFile]:
+        return sorted(set(self._files.values()), key=lambda file: file.path)
 
 
 def _find(path: Path) -> Path:
@@ -106,26 +95,49 @@ def _open_one(path: Path) -> dict[str, SafetensorsFile]:
 
 
 def _open_index(path: Path) -> dict[str, SafetensorsFile]:
-    """Files by tensor name, as the index says, each checked to hold what the index promises."""
+    """Files by tensor name, as the index says; index and files hold the same tensors, each once."""
     try:
-        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        names = {str(name): str(file) for name, file in weight_map.items()}
+        index = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique_pairs)
+        names = {str(name): str(file) for name, file in index["weight_map"].items()}
     except OSError as error:
         raise LoadError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        why = f" ({error})" if isinstance(error, ValueError) else ""
         raise LoadError(
-            f"{path} is not an index: it has no JSON object weight_map from tensor names to files"
+            f"{path} is not an index: it has no JSON object weight_map from tensor names to files{why}"
         ) from None
-    files = {}
-    for file in sorted(set(names.values())):
-        if Path(file).name != file:
-            raise LoadError(f"{path} names the file {file!r}, which does not lie beside it")
-        files[file] = SafetensorsFile(path.parent / file)
-    for name, file in names.items():
-        if name not in files[file].entries:
-            raise LoadError(f"weight {name} is not in {files[file].path}, where {path.name} says it is")
+    wanted = sorted(set(names.values()))
+    elsewhere = [file for file in wanted if Path(file).name != file]
+    if elsewhere:
+        raise LoadError(f"{path} names the file {elsewhere[0]!r}, which does not lie beside it")
+    missing = [file for file in wanted if not (path.parent / file).is_file()]
+    if missing:
+        raise LoadError(
+            f"{path} names {len(wanted)} files, of which {len(missing)} are not beside it: {some_of(missing)}; "
+            "download them again"
+        )
+    files = {file: SafetensorsFile(path.parent / file) for file in wanted}
+    _check_index(path, names, files)
     return {name: files[file] for name, file in names.items()}
 
 
-def _shape(shape: tuple[int, ...]) -> str:
-    return f"[{', '.join(map(str, shape))}]"
+def _check_index(path: Path, names: Mapping[str, str], files: Mapping[str, SafetensorsFile]) -> None:
+    """LoadError with all that index and files disagree about."""
+    absent = [f"{name} in {file}" for name, file in names.items() if name not in files[file].entries]
+    holders: dict[str, list[str]] = {}
+    for file, opened in files.items():
+        for name in opened.entries:
+            holders.setdefault(name, []).append(file)
+    twice = [f"{name} in {' and '.join(where)}" for name, where in holders.items() if len(where) > 1]
+    unnamed = [f"{name} in {where[0]}" for name, where in holders.items() if name not in names]
+    found = [
+        f"{what}: {some_of(which)}"
+        for what, which in (
+            ("named by the index, not held", absent),
+            ("held by two files", twice),
+            ("held, not named by the index", unnamed),
+        )
+        if which
+    ]
+    if found:
+        raise LoadError(f"{path} and its files disagree: {'; '.join(found)}. Download the checkpoint again")

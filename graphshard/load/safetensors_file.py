@@ -1,19 +1,20 @@
-"""One safetensors file: a validated header, and every tensor's bytes as a view of the mapped file.
+"""One safetensors file: a validated header, and every tensor's bytes by ranges.
 
 Format: 8 bytes of header length (little endian), a JSON header of at most 100 MB, then the tensors' bytes. Offsets in
-the header count from the end of the header. Nothing is copied; pages are read when they are touched.
+the header count from the end of the header.
 """
 
 from __future__ import annotations
 
 import json
-import mmap
+import os
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from graphshard.core.errors import LoadError, SpecError
-from graphshard.core.sizes import num_bytes
+from graphshard.core.errors import LoadError
+from graphshard.load.store import TensorEntry
 
 MAX_HEADER_BYTES = 100_000_000
 
@@ -35,53 +36,121 @@ TORCH_DTYPES = {
     "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2",
     "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F4": "float4_e2m1fn_x2",
 }
 """The format's names for dtypes, and torch's."""
 
 
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
-    """A tensor in a file: bytes `[begin, end)` counted from the start of the file."""
+UNREADABLE_DTYPES = {"F6_E2M3": 6, "F6_E3M2": 6}
+"""The format's dtypes that torch has none for, and the bits of one element."""
 
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
+_PACKED_PAIRS = "F4"
+"""Two values a byte: the header counts values, torch's `float4_e2m1fn_x2` counts bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileTensor(TensorEntry):
+    """A tensor in a file, whose bytes begin at `begin`, counted from the start of the file."""
+
+    begin: int = 0
+
+    @property
+    def end(self) -> int:
+        """Where its bytes end."""
+        return self.begin + self.num_bytes
 
 
 class SafetensorsFile:
-    """A file whose header has been checked against its size: every entry lies inside it, and no two overlap."""
+    """An open file whose header has been checked against its size: every tensor lies inside it, and no two overlap.
+
+    Bytes are read when they are asked for, never mapped: a file that is cut short meanwhile is an error, not a signal.
+    """
 
     def __init__(self, path: Path) -> None:
-        """Read and check the header of `path`.
+        """Open `path` and check its header.
 
         Raises:
             LoadError: the file cannot be read, is truncated, or its header is not what the format asks for.
         """
         self.path = path
-        self._map: mmap.mmap | None = None
         try:
-            with path.open("rb") as file:
-                file_bytes = file.seek(0, 2)
-                file.seek(0)
-                self.metadata, self.entries = _read_header(path, file.read(8), file, file_bytes)
-                if file_bytes:
-                    self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise LoadError(f"{path} cannot be read: {error.strerror}") from None
+        self._finalizer = weakref.finalize(self, os.close, self._fd)
+        try:
+            self._opened = _state_of(os.fstat(self._fd))
+            self.metadata, self.entries = _read_header(path, self._fd, self._opened.num_bytes)
+        except OSError as error:
+            self.close()
+            raise LoadError(f"{path} cannot be read: {error.strerror}") from None
+        except BaseException:
+            self.close()
+            raise
 
-    def read(self, name: str) -> memoryview:
-        """The bytes of tensor `name`, read-only, valid as long as it is referred to."""
-        entry = self.entries[name]
-        assert self._map is not None
-        return memoryview(self._map)[entry.begin : entry.end]
+    def read_into(self, begin: int, out: memoryview) -> None:
+        """Write the file's bytes `[begin, begin + len(out))` into `out`. Any number of threads may read at once.
+
+        Raises:
+            LoadError: the file is shorter than when it was opened, or cannot be read.
+        """
+        if not self._finalizer.alive:
+            raise LoadError(f"{self.path} is closed: open the checkpoint again")
+        done = 0
+        try:
+            while done < len(out):
+                num_read = os.preadv(self._fd, [out[done:]], begin + done)
+                if not num_read:
+                    raise LoadError(
+                        f"{self.path} was truncated after it was opened: it had {self._opened.num_bytes} bytes, now "
+                        f"none at {begin + done}; load again when nobody writes it"
+                    )
+                done += num_read
+        except OSError as error:
+            raise LoadError(f"{self.path} cannot be read at byte {begin + done}: {error.strerror}") from None
+
+    def identity(self) -> str:
+        """Device, inode, size and time of change: equal for the very same file.
+
+        Raises:
+            LoadError: what lies at `path` now is not the file that was opened, or was written to since.
+        """
+        opened = self._opened
+        try:
+            now = _state_of(os.stat(self.path))
+        except OSError as error:
+            raise LoadError(f"{self.path} is gone since it was opened ({error.strerror}): load again") from None
+        if now != opened:
+            which = "replaced by another file" if now.inode != opened.inode else "written to"
+            raise LoadError(
+                f"{self.path} was {which} since it was opened ({opened.num_bytes} bytes then, {now.num_bytes} now): "
+                "what was read of it may be a mixture; load again when nobody writes it"
+            )
+        return f"{opened.device}:{opened.inode}:{opened.num_bytes}:{opened.modified_ns}"
+
+    def close(self) -> None:
+        """Give the descriptor back. Idempotent."""
+        self._finalizer()
 
 
-def _read_header(
-    path: Path, prefix: bytes, file: Any, file_bytes: int
-) -> tuple[dict[str, str], dict[str, TensorEntry]]:
+class _State(NamedTuple):
+    """What tells one state of a file from another."""
+
+    device: int
+    inode: int
+    num_bytes: int
+    modified_ns: int
+
+
+def _state_of(stat: os.stat_result) -> _State:
+    return _State(stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
+
+
+def _read_header(path: Path, fd: int, file_bytes: int) -> tuple[dict[str, str], dict[str, FileTensor]]:
     """Metadata, and entries by name."""
+    prefix = os.pread(fd, 8, 0)
     if len(prefix) < 8:
         raise LoadError(
             f"{path} is truncated: {file_bytes} bytes, a safetensors file has at least 8; download it again"
@@ -92,7 +161,7 @@ def _read_header(
     if 8 + header_bytes > file_bytes:
         raise _truncated(path, 8 + header_bytes, file_bytes)
     try:
-        header = json.loads(file.read(header_bytes), object_pairs_hook=_unique_pairs)
+        header = json.loads(os.pread(fd, header_bytes, 8), object_pairs_hook=unique_pairs)
     except ValueError as error:  # UnicodeDecodeError too
         raise LoadError(f"{path}: its header is not valid JSON ({error})") from None
     except RecursionError:
@@ -106,7 +175,8 @@ def _read_header(
     return metadata, entries
 
 
-def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For `json.loads`: an object's pairs; ValueError if a name stands there twice."""
     names = [name for name, _ in pairs]
     if len(set(names)) != len(names):
         twice = next(name for name in names if names.count(name) > 1)
@@ -114,31 +184,38 @@ def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def _entry(path: Path, name: str, fields: Any, data: int) -> TensorEntry:
+def _entry(path: Path, name: str, fields: Any, data: int) -> FileTensor:
     """The checked entry `fields` of the header, shifted to count from the start of the file."""
     where = f"{path}: tensor {name}"
     if not isinstance(fields, dict) or not {"dtype", "shape", "data_offsets"} <= fields.keys():
         raise LoadError(f"{where} lacks one of dtype, shape, data_offsets")
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
+    if isinstance(dtype, str) and dtype in UNREADABLE_DTYPES:
+        raise LoadError(
+            f"{where} has dtype {dtype}, {UNREADABLE_DTYPES[dtype]} bits an element, for which torch has no dtype: "
+            "store its bytes as U8"
+        )
     if not isinstance(dtype, str) or dtype not in TORCH_DTYPES:
         raise LoadError(f"{where} has dtype {dtype!r}; known are {', '.join(TORCH_DTYPES)}")
     if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise LoadError(f"{where} has shape {shape} and data_offsets {offsets}")
     begin, end = offsets
-    try:
-        expected = num_bytes(shape, TORCH_DTYPES[dtype], None)
-    except SpecError as error:
-        raise LoadError(f"{where}: {error}") from None
-    if end - begin != expected:
-        raise LoadError(f"{where} is {dtype}{shape}, {expected} bytes, but its data_offsets span {end - begin}")
-    return TensorEntry(name, TORCH_DTYPES[dtype], tuple(shape), data + begin, data + end)
+    stored = tuple(shape)
+    if dtype == _PACKED_PAIRS:
+        if not shape or shape[-1] % 2:
+            raise LoadError(f"{where} is {dtype}{shape}, two values a byte: its last dimension must be even")
+        stored = (*shape[:-1], shape[-1] // 2)
+    entry = FileTensor(name, TORCH_DTYPES[dtype], stored, None, data + begin)
+    if end - begin != entry.num_bytes:
+        raise LoadError(f"{where} is {dtype}{shape}, {entry.num_bytes} bytes, but its data_offsets span {end - begin}")
+    return entry
 
 
 def _are_sizes(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in value)
 
 
-def _check_ranges(path: Path, entries: list[TensorEntry], data: int, file_bytes: int) -> None:
+def _check_ranges(path: Path, entries: list[FileTensor], data: int, file_bytes: int) -> None:
     """Entries in order of their bytes: no overlap, no hole, no end beyond the file's, nothing after the last."""
     end = data
     for entry in entries:

@@ -30,11 +30,10 @@ from graphshard.runtime.bind import Hooks
 from graphshard.runtime.compiled import Compiled
 from graphshard.runtime.compute import ComputeTable, segment_weights
 from graphshard.runtime.cuda.torch_cuda import TorchCuda, VendorTorchCuda
-from graphshard.runtime.fill import fill_chunks, fill_resident
 from graphshard.runtime.memory import RuntimeMemory
 from graphshard.runtime.model import SegmentedModel
 from graphshard.runtime.runtime import Runtime
-from graphshard.runtime.source import WeightSource
+from graphshard.runtime.weights.fill import Filler
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ def agreed_device_spec(group: Group, device: Device) -> DeviceSpec:
 def build_runtime(
     compiled: Compiled,
     segmented: SegmentedModel,
-    source: WeightSource,
+    filler: Filler,
     group: Group,
     device: Device,
     *,
@@ -85,7 +84,7 @@ def build_runtime(
 
     Raises:
         SpecError: the plan is for another world size.
-        LoadError: a checkpoint lacks a weight or is damaged; every rank raises the first failing rank's error.
+        LoadError: what `filler` found wrong; every rank raises the first failing rank's error.
         CommError: ranks disagree, or a peer's memory shows other bytes than it loaded.
     """
     plan = compiled.plan
@@ -98,8 +97,9 @@ def build_runtime(
     with closing(opening):
         if name == "pull" and device.kind == "cuda" and welcome is None and plan.units:
             probe_pull(group, device, timeout_s)
+        filler.prepare(compiled, group)
         opening.start()
-        filled = _fill(compiled, source, group, device, buffers, opening, welcome)
+        filled = _fill(compiled, filler, group, device, buffers, opening, welcome)
     weights = segment_weights(compiled.model, plan, compiled.layout, filled.memory)
     runtime = Runtime(
         compiled,
@@ -149,7 +149,7 @@ class _Filled:
 
 def _fill(
     compiled: Compiled,
-    source: WeightSource,
+    filler: Filler,
     group: Group,
     device: Device,
     buffers: Mapping[StepShape, Sequence[BufferSpec]],
@@ -157,9 +157,9 @@ def _fill(
     welcome: Welcome | None,
 ) -> _Filled:
     layout = compiled.layout
-    # apart from loading: a source may give up its copies, which must not happen if a peer has too little memory
+    # apart from filling: a source may give up its copies, which must not happen if a peer has too little memory
     memory = group.agree("reserve", lambda: RuntimeMemory(device, layout, buffers, opening.allocate))
-    checksums = group.agree("load", lambda: _load(compiled, group.rank, memory, source))
+    checksums = filler.fill(compiled, group, memory)
     digest = bytes.fromhex(layout.digest)
     if welcome is None:
         control = ControlTable.exchange(group, digest)
@@ -189,13 +189,6 @@ def _compare(group: Group, plan: Plan, certificate: Certificate, welcome: Welcom
         exchange(group, certificate)
     else:
         welcome.check_certificate(certificate)
-
-
-def _load(compiled: Compiled, rank: int, memory: RuntimeMemory, source: WeightSource) -> list[int]:
-    """Fill the memory; a crc32 for each chunk, by unit."""
-    checksums = fill_chunks(compiled.model, compiled.layout, rank, memory, source)
-    fill_resident(compiled.model, compiled.layout, memory, source)
-    return checksums
 
 
 def _certificate(

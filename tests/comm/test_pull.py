@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import zlib
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +24,7 @@ from pull_programs import (
 from ranks import MODES, run_on_ranks, start_processes, try_on_ranks
 from windows_model import Shard, chunk, flat_layout
 
+from graphshard.comm.checksums import checksum_of
 from graphshard.comm.group import Group, LocalGroup
 from graphshard.comm.launch import free_port
 from graphshard.comm.pull import BoundCopy, PullTransport
@@ -54,7 +54,7 @@ def test_bound_copies() -> None:
 def test_other_bytes_name_reader_source_and_unit(mode: str) -> None:
     damaged = bytearray(chunk(1, 1, 4096))
     damaged[77] ^= 1
-    pair = f"{zlib.crc32(damaged):08x} from rank 1 instead of {zlib.crc32(chunk(1, 1, 4096)):08x}"
+    pair = f"{checksum_of(damaged):016x} from rank 1 instead of {checksum_of(chunk(1, 1, 4096)):016x}"
     for outcome in try_on_ranks(change_after_load, 3, mode=mode):
         text = f"rank {outcome.rank} gathered other bytes of unit 1 than their owners loaded: checksum {pair};"
         assert outcome.error_type == "CommError" and text in outcome.error

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from graphshard._core import Calls, Memory, OpList, Stream
+from graphshard.comm.checksums import checksum_of
 from graphshard.comm.group import Group
 from graphshard.comm.pull import BoundCopy, PullTransport
 from graphshard.core.layout import Copy, Layout, SlotLayout, UnitLayout
@@ -67,7 +67,7 @@ class Shard:
         for unit in layout.units:
             data = chunk(group.rank, unit.unit, unit.chunk_bytes)
             memoryview(window)[unit.chunk_offset : unit.chunk_offset + unit.chunk_bytes] = data
-            checksums.append(zlib.crc32(data))
+            checksums.append(checksum_of(data))
         slot = device.allocate(layout.slot_bytes)
         transport = PullTransport(device, group, layout, window, checksums)
         return Shard(device, layout, window, slot, checksums, transport)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from graphshard.core.counts import counted, which_ranks
+from graphshard.core.counts import counted, some_of, which_ranks
 
 
 def test_one_is_singular() -> None:
     assert [counted(number, "rank") for number in (0, 1, 2)] == ["0 ranks", "1 rank", "2 ranks"]
     assert [counted(number, "launch", "launches") for number in (1, 3)] == ["1 launch", "3 launches"]
     assert (which_ranks([3]), which_ranks([0, 2])) == ("rank 3", "ranks 0 2")
+
+
+def test_long_lists_are_cut() -> None:
+    assert some_of(["a", "b"]) == "a, b" and some_of(["a", "b", "c", "d"], 2) == "a, b and 2 more"

@@ -14,6 +14,7 @@ from executor import Executor, greedy
 
 from graphshard.core.errors import LoadError
 from graphshard.load.checkpoint import Checkpoint
+from graphshard.load.store import tensor_bytes
 from graphshard.models import smollm2
 from graphshard.models.config import LlamaConfig, load_llama_config
 from graphshard.models.gguf_llama import GgufLlama
@@ -113,7 +114,7 @@ def test_a_converted_folder_holds_what_went_into_the_gguf(source: Path, tmp_path
     specs = load_llama(folder, 1, 8).spec().weights
     assert {spec.name for spec in specs} == weights.keys() == checkpoint.entries.keys()
     for spec in specs:
-        assert bytes(checkpoint.read(spec)) == weights[spec.name].tobytes(), spec.name
+        assert tensor_bytes(checkpoint, spec.name) == weights[spec.name].tobytes(), spec.name
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     assert tokenizer.encode("<|im_start|>ab 11").ids == [1, 5, 7, 6, 6]
     assert tokenizer.decode([1, 5, 7, 6, 6]) == "ab 11"
@@ -213,7 +214,7 @@ def test_the_real_model_is_transformers_own_reading_of_its_gguf() -> None:
     weights = {}
     for spec in model.spec().weights:
         weights[spec.name] = torch.empty(spec.shape)
-        memoryview(weights[spec.name].view(-1).numpy()).cast("B")[:] = checkpoint.read(spec)
+        checkpoint.read_into(spec.name, 0, memoryview(weights[spec.name].view(-1).numpy()).cast("B"))
     module = transformers.LlamaForCausalLM.from_pretrained(folder).eval()
     theirs = load_gguf_checkpoint(smollm2._find_gguf(), return_tensors=True, model_to_load=module)["tensors"]
     assert theirs.keys() == weights.keys()

@@ -5,7 +5,6 @@ Each stage goes through the package's own layers, and calls `at(point)` in its m
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from windows_model import chunk, flat_layout
 
 from graphshard._core import Calls, GraphExec, OpList, Stream
 from graphshard.comm.certificate import Certificate, exchange
+from graphshard.comm.checksums import checksum_of
 from graphshard.comm.control import CLOSED, ControlTable
 from graphshard.comm.doors import own_record
 from graphshard.comm.group import Group
@@ -81,7 +81,7 @@ class Mini:
         for unit in self.layout.units:
             data = self.truth(self.group.rank, unit.unit)
             memoryview(self.window)[unit.chunk_offset : unit.chunk_offset + unit.chunk_bytes] = data
-            checksums.append(zlib.crc32(data))
+            checksums.append(checksum_of(data))
             if unit.unit == 2:
                 at("load")
         self.whole = self.device.allocate(sum(unit.num_bytes for unit in self.layout.units))

@@ -25,9 +25,11 @@ from graphshard.core.program import Program
 from graphshard.device import open_device
 from graphshard.runtime import bind
 from graphshard.runtime.bind import POISON, BoundProgram, Hooks
-from graphshard.runtime.fill import fill_chunks
+from graphshard.runtime.compiled import Compiled
 from graphshard.runtime.memory import RuntimeMemory
-from graphshard.runtime.source import TensorSource
+from graphshard.runtime.weights.fill import SourceFiller
+from graphshard.runtime.weights.recipe_source import RecipeSource
+from graphshard.runtime.weights.tensor_store import TensorsInHand
 
 WORLD_SIZE, NUM_UNITS, NUM_SLOTS, UNIT_BYTES = 2, 5, 8, 1024
 TIMEOUT_S = 30.0
@@ -44,7 +46,8 @@ def _rank(group: Group) -> tuple[RuntimeMemory, PullTransport]:
     device = open_device()
     memory = RuntimeMemory(device, layout, {})
     tensors = {w.name: self_naming("orders", w.name, w.num_bytes) for w in model.weights}
-    checksums = fill_chunks(model, layout, group.rank, memory, TensorSource(tensors))
+    source = RecipeSource(TensorsInHand(tensors))
+    checksums = SourceFiller(source).fill(Compiled(model, plan, layout, {}), group, memory)
     return memory, PullTransport(device, group, layout, memory.shards, checksums)
 
 

@@ -64,7 +64,7 @@ def test_another_dtype_or_shape_is_named(change: str) -> None:
         graphshard.compile(model, group, checkpoint=tensors | {"bytes.0.w0": wrong}, min_shard_bytes=0, units="layer")
 
     for error in errors_of(rank):
-        assert error.startswith("LoadError") and "bytes.0.w0" in error and "the model asks for uint8(5000,)" in error
+        assert error.startswith("LoadError") and "bytes.0.w0" in error and "the model asks for uint8[5000]" in error
 
 
 def test_ranks_with_unlike_plans_are_told_the_first_difference() -> None:

@@ -22,6 +22,7 @@ from graphshard.runtime.attach.check import WeightWatch
 from graphshard.runtime.attach.guard import Guard
 from graphshard.runtime.attach.hooks import LayerHooks
 from graphshard.runtime.attach.layers import LayerStack, find_layers
+from graphshard.runtime.attach.placement import Placement
 from graphshard.runtime.attach.source import ModuleSource, weight_hash
 from graphshard.runtime.attach.spec import ModuleSegments, ModuleSpec, module_spec
 from graphshard.runtime.bind import Hooks
@@ -29,9 +30,10 @@ from graphshard.runtime.build import Agreed, build_runtime
 from graphshard.runtime.compiled import Compiled
 from graphshard.runtime.compute import segment_weights
 from graphshard.runtime.loop import StepLoop, layer_calls
-from graphshard.runtime.replicated import check_replicated
 from graphshard.runtime.runtime import Runtime
-from graphshard.runtime.whole import whole_weight
+from graphshard.runtime.weights.fill import SourceFiller
+from graphshard.runtime.weights.replicated import check_replicated
+from graphshard.runtime.weights.whole import whole_weight
 
 
 class Attached:
@@ -42,11 +44,21 @@ class Attached:
     """
 
     def __init__(
-        self, module: nn.Module, stack: LayerStack, spec: ModuleSpec, runtime: Runtime, *, check: bool, own_loop: bool
+        self,
+        module: nn.Module,
+        stack: LayerStack,
+        spec: ModuleSpec,
+        runtime: Runtime,
+        *,
+        check: bool,
+        own_loop: bool,
+        since: str = "attach()",
+        notes: Sequence[str] = (),
     ) -> None:
+        """`since`: the call that made it, for messages. `notes`: lines of the report about how weights came here."""
         self.module, self.runtime, self.layers = module, runtime, stack
-        self._spec = spec
-        self._binding = _Binding(runtime, spec.parameters, check)
+        self._spec, self._notes = spec, tuple(notes)
+        self._binding = _Binding(runtime, stack, spec.parameters, check, since)
         runtime.observer = self._binding
         self._guard = Guard(module, stack.layers, spec.holders, self.whole_weight)
         self._guard.install()
@@ -85,6 +97,7 @@ class Attached:
             f"{format_bytes(layout.resident_bytes)} resident inside the layers",
             f"units {plan.unit_policy}, prefetch_depth {plan.prefetch_depth}, {plan.num_slots} slots",
             *plan.reasons,
+            *self._notes,
         ]
         for decision in plan.decisions:
             where = "resident" if decision.unit is None else f"unit {decision.unit}"
@@ -126,33 +139,37 @@ class Attached:
 class _Binding:
     """The parameters' views, told by the runtime which layer call is open."""
 
-    def __init__(self, runtime: Runtime, parameters: Mapping[str, nn.Parameter], check: bool) -> None:
+    def __init__(
+        self, runtime: Runtime, stack: LayerStack, parameters: Mapping[str, nn.Parameter], check: bool, since: str
+    ) -> None:
         self._calls = layer_calls(runtime.model)
         views = segment_weights(runtime.model, runtime.plan, runtime.layout, runtime.memory)
-        self._moves: list[list[tuple[nn.Parameter, Tensor]]] = [[] for _ in self._calls]
+        self._moves: list[list[tuple[str, nn.Parameter, Tensor]]] = [[] for _ in self._calls]
         seen: dict[str, set[int]] = {}
         for position, call in enumerate(self._calls):
             for name, view in views[runtime.model.segments[call.begin].path].items():
                 if name not in seen:
                     parameters[name].data = view
                 seen.setdefault(name, set()).add(view.data_ptr())
-                self._moves[position].append((parameters[name], view))
+                self._moves[position].append((name, parameters[name], view))
         for moves in self._moves:  # most weights have one address for all calls, and never move
-            moves[:] = [
-                (parameter, view)
-                for name, addresses in seen.items()
-                for parameter, view in moves
-                if parameter is parameters[name] and len(addresses) > 1
-            ]
+            moves[:] = [(name, parameter, view) for name, parameter, view in moves if len(seen[name]) > 1]
         for unread in runtime.layout.resident:
             if unread.weight not in seen:
                 parameters[unread.weight].data = runtime.memory.resident(unread)
         self.watch = WeightWatch(runtime, parameters) if check else None
+        layers = [(names[0], layer) for names, layer in zip(stack.names, stack.layers, strict=True)]
+        self._placement = Placement(layers, parameters, since)
+
+    def before_step(self) -> None:
+        """See StepObserver. ProgramError if a weight is no longer where it was bound."""
+        self._placement.check()
 
     def before_call(self, position: int) -> None:
         """See StepObserver. A layer that is called twice may find its weights in another slot."""
-        for parameter, view in self._moves[position]:
+        for name, parameter, view in self._moves[position]:
             parameter.data = view
+            self._placement.move(name, view.data_ptr())
         if self.watch is not None:
             self.watch.before_call(self._calls[position])
 
@@ -194,7 +211,7 @@ def attach_module(
             runtime = build_runtime(
                 compiled,
                 ModuleSegments(spec.model),
-                source,
+                SourceFiller(source),
                 group,
                 device,
                 agreed=agreed,

@@ -1,26 +1,31 @@
 """Only what is truly replicated is sharded: ranks compare what they are about to load, weight by weight.
 
-Ranks that read the very same files need not; others compare a 128-bit hash of each weight, before anything is changed.
+Ranks that read the very same files need not; others compare a checksum of each weight, before anything is changed.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import zip_longest
 from typing import Any
 
+from graphshard.comm.checksums import checksum_of, checksum_of_pieces
 from graphshard.comm.group import Group
 from graphshard.core.errors import SpecError
-from graphshard.core.specs import ModelSpec
-from graphshard.runtime.source import WeightSource
+from graphshard.core.specs import ModelSpec, WeightSpec
+from graphshard.runtime.weights.source import WeightSource
 
-_HASH_BYTES = 16
+_STRIPE_BYTES = 4 << 20
 
 
 def bytes_hash(data: memoryview) -> str:
-    """A 128-bit hash."""
-    return hashlib.blake2b(data, digest_size=_HASH_BYTES).hexdigest()
+    """The checksum as ranks tell it."""
+    return f"{checksum_of(data):016x}"
+
+
+def source_hash(source: WeightSource, spec: WeightSpec) -> str:
+    """`bytes_hash` of a whole weight, of which a stripe at a time is in memory."""
+    return f"{checksum_of_pieces(_stripes(source, spec)):016x}"
 
 
 def check_source(group: Group, model: ModelSpec, source: WeightSource) -> None:
@@ -36,7 +41,7 @@ def check_source(group: Group, model: ModelSpec, source: WeightSource) -> None:
     if identities[0] is not None and all(identity == identities[0] for identity in identities):
         return
     names = [weight.name for weight in model.weights]
-    check_replicated(group, names, lambda name: bytes_hash(source.read(model.weight(name))))
+    check_replicated(group, names, lambda name: source_hash(source, model.weight(name)))
 
 
 def check_replicated(
@@ -66,6 +71,14 @@ def check_replicated(
             f"weight {name} is not replicated: its hash is {_by_value([pair[1][:12] for pair in unlike[0]])} "
             f"({len(unlike)} of {len(rows)} weights differ); load the same bytes on all ranks{way}"
         )
+
+
+def _stripes(source: WeightSource, spec: WeightSpec) -> Iterator[memoryview]:
+    buffer = memoryview(bytearray(min(_STRIPE_BYTES, spec.num_bytes)))
+    for begin in range(0, spec.num_bytes, _STRIPE_BYTES):
+        stripe = buffer[: min(_STRIPE_BYTES, spec.num_bytes - begin)]
+        source.read_into(spec, begin, stripe)
+        yield stripe
 
 
 def _by_value(values: Sequence[str]) -> str:

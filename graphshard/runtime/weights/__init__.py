@@ -1,0 +1,1 @@
+"""Weights on their way into a runtime: sources, fillers, and what they report."""
