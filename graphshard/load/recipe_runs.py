@@ -22,6 +22,7 @@ from graphshard.load.recipe import (
     nodes_of,
 )
 from graphshard.load.recipe_types import Described, Typed, typed
+from graphshard.load.spans import concat_spans, slice_spans
 
 MAX_RUNS = 1 << 16
 """More runs than this (slices of columns of a very tall weight) are left to evaluation by rows."""
@@ -65,37 +66,35 @@ def runs_of(result: Typed) -> tuple[Run, ...] | None:
 
 
 def _moves_bytes(result: Typed) -> bool:
-    return isinstance(result.node, (Read, Concat, Slice, Reinterpret)) and all(map(_moves_bytes, result.parts))
+    moves = isinstance(result.node, (Read, Concat, Slice, Reinterpret)) or _keeps_dtype(result)
+    return moves and all(map(_moves_bytes, result.parts))
+
+
+def _keeps_dtype(result: Typed) -> bool:
+    return isinstance(result.node, Cast) and result.parts[0].dtype == result.dtype
 
 
 def _runs(result: Typed, begin: int, end: int, at: int) -> Iterator[Run]:
     """The runs of bytes `[begin, end)` of `result`, which lie at `at` of the weight."""
-    if begin >= end:
-        return
     node = result.node
-    if isinstance(node, Read):
-        yield Run(at, node.name, begin, end - begin)
-    elif isinstance(node, Reinterpret):
-        yield from _runs(result.parts[0], begin, end, at)
-    elif isinstance(node, Slice):
-        part = result.parts[0]
-        inner = _inner_bytes(part, node.dim)
-        kept, stride, skipped = (node.end - node.begin) * inner, part.shape[node.dim] * inner, node.begin * inner
-        for outer in range(begin // kept, -(-end // kept)):
-            first, last = max(begin, outer * kept), min(end, (outer + 1) * kept)
-            shift = outer * (stride - kept) + skipped
-            yield from _runs(part, first + shift, last + shift, at + first - begin)
-    else:
-        assert isinstance(node, Concat), node
-        sizes = [(part.shape[node.dim] if part.shape else 1) * _inner_bytes(part, node.dim) for part in result.parts]
-        stride = sum(sizes)
-        for outer in range(begin // stride, -(-end // stride)):
-            start = outer * stride
-            for part, size in zip(result.parts, sizes, strict=True):
-                first, last = max(begin, start), min(end, start + size)
-                shift = outer * size - start
-                yield from _runs(part, first + shift, last + shift, at + first - begin)
-                start += size
+    match node:
+        case Read():
+            if begin < end:
+                yield Run(at, node.name, begin, end - begin)
+        case Concat():
+            sizes = [(part.shape or (1,))[node.dim] * _inner_bytes(part, node.dim) for part in result.parts]
+            for part, first, last in concat_spans(begin, end, sizes):
+                yield from _runs(result.parts[part], first, last, at)
+                at += last - first
+        case Slice():
+            whole = result.parts[0]
+            inner = _inner_bytes(whole, node.dim)
+            period = whole.shape[node.dim] * inner
+            for first, last in slice_spans(begin, end, period, node.begin * inner, node.end * inner):
+                yield from _runs(whole, first, last, at)
+                at += last - first
+        case _:
+            yield from _runs(result.parts[0], begin, end, at)
 
 
 def _inner_bytes(part: Typed, dim: int) -> int:

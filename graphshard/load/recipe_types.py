@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Protocol
 
 from graphshard.core.errors import LoadError
@@ -65,13 +66,18 @@ class Typed:
 
     @property
     def num_rows(self) -> int:
-        """Rows along dimension 0; a result without dimensions is one row."""
-        return self.shape[0] if self.shape else 1
+        """Rows: vectors along the last dimension, over all the others; single elements where there is but one."""
+        return prod(self.shape[:-1]) if len(self.shape) > 1 else prod(self.shape)
+
+    @property
+    def width(self) -> int:
+        """Elements of a row."""
+        return self.shape[-1] if len(self.shape) > 1 else 1
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row."""
-        return num_bytes(self.shape[1:], self.dtype, None)
+        """Bytes of a row; row r begins at byte r * row_bytes."""
+        return num_bytes((self.width,), self.dtype, None)
 
     def text(self) -> str:
         """`q_proj.weight bfloat16[64, 32]`."""
@@ -209,7 +215,7 @@ def _joints(node: Recipe, parts: tuple[Typed, ...]) -> list[int]:
     """The rows at which a part of a concatenation of rows ends and the next begins."""
     if not isinstance(node, Concat) or node.dim != 0:
         return []
-    rows = [part.num_rows for part in parts]
+    rows = [part.shape[0] for part in parts]
     return [sum(rows[:i]) for i in range(1, len(rows))]
 
 
