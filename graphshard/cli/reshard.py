@@ -1,0 +1,71 @@
+"""`graphshard reshard`: shard files for another number of ranks, or a plain checkpoint, made of shard files."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from graphshard.cli.common import COUNT, Output, answering
+from graphshard.core.sizes import format_bytes
+from graphshard.load.reshard import reshard
+from graphshard.load.shard_manifest import MANIFEST_NAME
+from graphshard.load.shard_reader import ShardReader
+from graphshard.load.unshard import unshard
+
+JSON_HELP = """JSON keys: `rows` {file, num_bytes} of what was written; `world_size` of OUT (null for a checkpoint) and
+`from_world_size`, `epoch`, `bytes_read`, `bytes_written`, `seconds`."""
+
+
+@click.command("reshard", epilog=JSON_HELP)
+@click.argument("source", metavar="IN", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("target", metavar="OUT", type=click.Path(path_type=Path))
+@click.option("--world-size", type=COUNT, help="Ranks that OUT, a new folder, is for.")
+@click.option("--to-checkpoint", is_flag=True, help="Make OUT a safetensors file of whole weights instead.")
+@answering
+def command(out: Output, source: Path, target: Path, world_size: int | None, to_checkpoint: bool) -> None:
+    """Make shard files for another number of ranks of those in the folder IN (`Runtime.save_shards`).
+
+    Needs no GPU, no ranks and a few MiB of memory. Units stay as they are; every byte is verified by its checksum. OUT
+    is whole or it is not there: the manifest, or the checkpoint's name, comes last.
+    """
+    if (world_size is None) is not to_checkpoint:
+        raise click.UsageError("give --world-size for shard files, or --to-checkpoint for a plain checkpoint")
+    begin = time.perf_counter()
+    with _progress() as progress:
+        task = progress.add_task("reshard")
+        with ShardReader(source, lambda count: progress.advance(task, count)) as reader:
+            progress.update(task, total=reader.num_bytes)
+            if world_size is None:
+                files = {target: unshard(reader, target)}
+            else:
+                result = reshard(reader, target, world_size)
+                names = [*(result.file_name(rank) for rank in range(world_size)), MANIFEST_NAME]
+                files = {target / name: (target / name).stat().st_size for name in names}
+            found: dict[str, Any] = {
+                "world_size": world_size,
+                "from_world_size": reader.manifest.world_size,
+                "epoch": reader.manifest.epoch,
+                "bytes_read": reader.num_bytes_read,
+                "bytes_written": sum(files.values()),
+                "seconds": time.perf_counter() - begin,
+            }
+    what = "a checkpoint" if world_size is None else f"shard files for {world_size} ranks"
+    read, written = format_bytes(found["bytes_read"]), format_bytes(found["bytes_written"])
+    rate = found["bytes_read"] / found["seconds"] / 1e9
+    out.say(
+        f"wrote {target}: {what}, {written}, of those for {found['from_world_size']} ranks (epoch {found['epoch']}); "
+        f"{read} read and verified in {found['seconds']:.1f} s ({rate:.2f} GB/s)"
+    )
+    out.emit([{"file": str(file), "num_bytes": num_bytes} for file, num_bytes in files.items()], **found)
+
+
+def _progress() -> Progress:
+    """A bar on standard error, where that is a terminal."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
+    return Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal, transient=True)

@@ -1,0 +1,77 @@
+"""A folder of shard files, replaced as a whole: the manifest is renamed into place last, and names all that counts.
+
+Files of a save carry the digest of its manifest in their names, so an unfinished save lies beside the finished one
+before it and changes nothing of it. What no manifest names any more is removed when a save has ended.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from graphshard.core.errors import LoadError, SpecError
+from graphshard.load.atomic_file import PART_SUFFIX, AtomicFile, cannot_write
+from graphshard.load.checkpoint import INDEX_NAME, SINGLE_NAME
+from graphshard.load.shard_manifest import MANIFEST_NAME, ShardManifest, read_manifest
+
+_OURS = re.compile(
+    rf"shard-\d{{5}}-of-\d{{5}}\.[0-9a-f]{{16}}\.safetensors(\.[0-9a-f]{{8}}{re.escape(PART_SUFFIX)})?"
+    rf"|{re.escape(MANIFEST_NAME)}\.[0-9a-f]{{8}}{re.escape(PART_SUFFIX)}"
+)
+
+
+def open_folder(folder: Path) -> None:
+    """Make `folder` one that shard files may be saved to.
+
+    Raises:
+        SpecError: it is a file, or a checkpoint lies there: loading the folder would be ambiguous.
+        DeviceError: it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise SpecError(
+            f"shard files cannot be saved to {folder}: there is a file of that name; give a folder"
+        ) from None
+    except OSError as error:
+        raise cannot_write(folder, error) from None
+    found = [name for name in (INDEX_NAME, SINGLE_NAME) if (folder / name).exists()]
+    if found:
+        raise SpecError(
+            f"shard files cannot be saved to {folder}: {found[0]} lies there, and whoever loads this folder could not "
+            "tell which is meant; give a folder of its own"
+        )
+
+
+def commit_manifest(folder: Path, manifest: ShardManifest) -> None:
+    """Make the files of `manifest`, which all lie in `folder`, what the folder holds.
+
+    Raises:
+        DeviceError: it cannot be written; the folder holds what it held.
+    """
+    text = manifest.text().encode()
+    with AtomicFile(folder / MANIFEST_NAME) as file:
+        file.write(0, text)
+        file.commit()
+
+
+def remove_strays(folder: Path) -> list[str]:
+    """Remove shard files that the folder's manifest does not name (all, if there is none); nothing else is touched.
+
+    Returns what could not be removed: it is in nobody's way.
+    """
+    try:
+        manifest = read_manifest(folder)
+        named = {manifest.file_name(rank) for rank in range(manifest.world_size)}
+    except LoadError:
+        if (folder / MANIFEST_NAME).exists():
+            return []  # whatever it says, it may be all that tells somebody which files are whole
+        named = set()
+    left = []
+    for path in folder.iterdir():
+        if _OURS.fullmatch(path.name) and path.name not in named:
+            try:
+                path.unlink(missing_ok=True)
+            except OSError:
+                left.append(path.name)
+    return left
