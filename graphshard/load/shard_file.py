@@ -81,7 +81,10 @@ class ShardFile:
         self.path = folder / manifest.file_name(rank)
         if not self.path.is_file():
             raise LoadError(_missing(folder, self.path.name, rank))
-        self._file = SafetensorsFile(self.path)
+        try:
+            self._file = SafetensorsFile(self.path)
+        except LoadError as error:
+            raise LoadError(f"the shard file of rank {rank} is not whole: {error}. For shard files: {AGAIN}") from None
         try:
             self._check_metadata(self._file.metadata)
             self._check_tensors()
