@@ -8,16 +8,15 @@ import torch
 from torch import Tensor
 
 from graphshard.core.specs import StepShape
-from graphshard.models.llama import Llama
 from graphshard.runtime.arena import Arena
-from graphshard.runtime.model import StepState
+from graphshard.runtime.model import SegmentedModel, StepState
 from graphshard.runtime.record import Tape, record
 
 
 class Executor:
     """Steps of several shapes over one set of caches."""
 
-    def __init__(self, model: Llama, weights: Mapping[str, Tensor]) -> None:
+    def __init__(self, model: SegmentedModel, weights: Mapping[str, Tensor]) -> None:
         self.model = model
         specs = model.spec()
         self.weights = {s.path: {name: weights[name] for name in s.reads} for s in specs.segments}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,22 @@ class ConfigFile:
         if not isinstance(value, list) or not all(isinstance(n, int) and not isinstance(n, bool) for n in value):
             raise self.error(key, f"is {value!r}: it is a list of whole numbers")
         return tuple(value)
+
+    def number(self, key: str, default: float) -> float:
+        """The number under `key`; `default` where there is none."""
+        value = self.values.get(key)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise self.error(key, f"is {value!r}: it is a number")
+        return float(value)
+
+    def text(self, key: str, default: str) -> str:
+        """The text under `key`; `default` where there is none."""
+        value = self.values.get(key)
+        if value is not None and not isinstance(value, str):
+            raise self.error(key, f"is {value!r}: it is a text")
+        return default if value is None else value
 
 
 def read_config_file(path: Path) -> ConfigFile:

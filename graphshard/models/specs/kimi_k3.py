@@ -37,10 +37,10 @@ WITHOUT_LAYER_0 = ("model.layers.0.*",)
 STATE_BYTES = 4
 """float32."""
 
-_MERGED = "f_a and b lie in one merged buffer that is loaded past the weight loader"
-_FUSED = "q_a and kv_a are fused, and loaded past the weight loader"
-_ABSORBED = "kv_b is absorbed into two batched weights after loading, then freed"
-_DENSE = "layer 0's dense MLP is not among the published targets: include it if its bytes are wanted"
+MERGED = "f_a and b lie in one merged buffer that is loaded past the weight loader"
+FUSED = "q_a and kv_a are fused, and loaded past the weight loader"
+ABSORBED = "kv_b is absorbed into two batched weights after loading, then freed"
+DENSE = "layer 0's dense MLP is not among the published targets: include it if its bytes are wanted"
 NOTES = ("residual-attention vectors, the vision tower and FP8 scales are left out",)
 
 
@@ -161,7 +161,7 @@ class _Builder:
         self._matrix("qkv_proj.weight", 3 * wide, c.hidden, "column")
         for name in "qkv":
             self._small(f"{name}_conv1d.weight", (wide, 1, c.conv_taps), "other", "float32", "column")
-        self._matrix("f_a_b_proj.weight", c.kda_head + c.kda_heads, c.hidden, "none", keep=_MERGED, is_large=False)
+        self._matrix("f_a_b_proj.weight", c.kda_head + c.kda_heads, c.hidden, "none", keep=MERGED, is_large=False)
         self._matrix("f_b_proj.weight", wide, c.kda_head, "column", is_large=False)  # BF16 also where the rest is FP8
         self._small("A_log", (c.kda_heads,), "other", "float32", "column")
         self._small("dt_bias", (wide,), "other", "float32", "column")
@@ -173,11 +173,11 @@ class _Builder:
         c = self._config
         q_head, kv_head = c.qk_nope + c.qk_rope, c.qk_nope + c.v_head
         fused = c.q_lora + c.kv_lora + c.qk_rope
-        self._matrix("fused_qkv_a_proj.weight", fused, c.hidden, "none", keep=_FUSED)
+        self._matrix("fused_qkv_a_proj.weight", fused, c.hidden, "none", keep=FUSED)
         self._small("q_a_layernorm.weight", (c.q_lora,), "norm")
         self._matrix("q_b_proj.weight", c.heads * q_head, c.q_lora, "column")
         self._small("kv_a_layernorm.weight", (c.kv_lora,), "norm")
-        self._matrix("kv_b_proj.weight", c.heads * kv_head, c.kv_lora, "column", keep=_ABSORBED, is_large=False)
+        self._matrix("kv_b_proj.weight", c.heads * kv_head, c.kv_lora, "column", keep=ABSORBED, is_large=False)
         self._matrix("g_proj.weight", c.heads * c.v_head, c.hidden, "column")
         self._matrix("o_proj.weight", c.hidden, c.heads * c.v_head, "row")
 
@@ -187,8 +187,8 @@ class _Builder:
         self._small("post_attention_layernorm.weight", (c.hidden,), "norm")
         if layer < c.dense_layers:
             self._block += ".mlp"
-            self._matrix("gate_up_proj.weight", 2 * c.intermediate, c.hidden, "column", keep=_DENSE)
-            self._matrix("down_proj.weight", c.hidden, c.intermediate, "row", keep=_DENSE)
+            self._matrix("gate_up_proj.weight", 2 * c.intermediate, c.hidden, "column", keep=DENSE)
+            self._matrix("down_proj.weight", c.hidden, c.intermediate, "row", keep=DENSE)
             return
         moe = self._block = f"{self._block}.block_sparse_moe"
         self._role = "router"
@@ -196,11 +196,11 @@ class _Builder:
         self._matrix("gate.weight", c.experts, c.hidden, "none", is_large=False)
         self._role = "latent"
         self._matrix("routed_expert_down_proj.weight", c.latent, c.hidden, "none")
-        self._small("routed_expert_norm.weight", (c.latent,), "norm")
         self._block, self._role = f"{moe}.experts", "routed_expert"
         self._experts("w13", 2 * c.expert_size, c.latent, "column")
         self._experts("w2", c.latent, c.expert_size, "row")
         self._block, self._role = moe, "latent"
+        self._small("routed_expert_norm.weight", (c.latent,), "norm")  # of the experts' weighted sum
         self._matrix("routed_expert_up_proj.weight", c.hidden, c.latent, "none")
         self._block, self._role = f"{moe}.shared_experts", "shared_expert"
         self._matrix("gate_up_proj.weight", 2 * c.shared, c.hidden, "column")

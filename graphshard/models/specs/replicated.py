@@ -25,7 +25,7 @@ from graphshard.models.specs.part import Part
 from graphshard.schedule.units import DEFAULT_MIN_SHARD_BYTES
 
 SHARED_ROLES = ("attention", "mlp", "shared_expert", "latent", "routed_expert")
-_SMALL = {
+SMALL = {
     "router": "a router is small and is read first in its layer",
     "norm": "a norm is small",
     "other": "it is no projection of a layer: small, or read by kernels of its own",
@@ -64,7 +64,7 @@ def decide(part: Part, weight: WeightSpec, deployment: Deployment) -> Decision:
     if part.keep:
         return Decision(False, part.keep)
     if part.role not in SHARED_ROLES:
-        return Decision(False, _SMALL[part.role])
+        return Decision(False, SMALL[part.role])
     if weight.num_bytes < DEFAULT_MIN_SHARD_BYTES:
         return Decision(False, f"{format_bytes(weight.num_bytes)} are below {format_bytes(DEFAULT_MIN_SHARD_BYTES)}")
     return Decision(True, _why_equal(part, deployment))

@@ -1,0 +1,1 @@
+"""A working Kimi K3 at any width: KDA, MLA and latent MoE, cut into segments."""
