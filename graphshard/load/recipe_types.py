@@ -222,8 +222,8 @@ def _joints(node: Recipe, parts: tuple[Typed, ...]) -> list[int]:
 def _pack(part: Typed) -> tuple[int, ...]:
     _check_first_time("PackInt4", part)
     _check_dtype("PackInt4 of", part, ("int8",))
-    if not part.shape or part.shape[-1] % 2:
-        raise LoadError(f"PackInt4 of {part.text()}: two columns make a byte, so their number must be even")
+    if len(part.shape) < 2 or part.shape[-1] % 2:
+        raise LoadError(f"PackInt4 of {part.text()}: give a matrix with an even number of columns, two to a byte")
     return (*part.shape[:-1], part.shape[-1] // 2)
 
 

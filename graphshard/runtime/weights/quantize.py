@@ -63,7 +63,7 @@ def quantize_fp8(values: Tensor, scale: Tensor, dtype: str) -> Tensor:
     out = torch.empty(values.shape, dtype=torch_dtype)
     for begin, end in _row_blocks(values):
         by = scale if scale.numel() == 1 else scale[begin:end, None]
-        out[begin:end] = values[begin:end].float().div_(by).clamp_(-limit, limit).to(torch_dtype)
+        out[begin:end] = values[begin:end].float().div(by).clamp_(-limit, limit).to(torch_dtype)
     return out
 
 

@@ -1,0 +1,84 @@
+"""Recipes evaluated by rows, in any stripes, are the recipe in plain torch; so are runs of bytes where there are any."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+from recipe_trees import entries_of, plain, raw, recipes
+from torch import Tensor
+
+from graphshard.load.recipe import nodes_of
+from graphshard.load.recipe_runs import runs_of
+from graphshard.load.recipe_types import Typed, typed
+from graphshard.recipes import Read, Recipe
+from graphshard.runtime.weights.evaluate import amax, evaluate, scale_from_amax, scaled_per_tensor, stripes
+
+TREES = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+def rows_of(tensors: dict[str, Tensor]) -> Callable[[str, int, int], Tensor]:
+    """What reads rows of tensors in memory."""
+    entries = entries_of(tensors)
+
+    def rows(name: str, begin: int, end: int) -> Tensor:
+        whole = typed(Read(name), entries)
+        assert 0 <= begin < end <= whole.num_rows and whole.width
+        return tensors[name].view(whole.num_rows, whole.width)[begin:end]
+
+    return rows
+
+
+def scales_of(result: Typed, tensors: dict[str, Tensor], num_shares: int) -> dict[Recipe, Tensor]:
+    """Scales per tensor, as `num_shares` ranks find them together."""
+    rows = rows_of(tensors)
+    return {
+        node.node: scale_from_amax(node, max(amax(node, share, num_shares, rows) for share in range(num_shares)))
+        for node in scaled_per_tensor(result)
+    }
+
+
+@TREES
+@given(recipes(), st.integers(1, 8), st.integers(1, 64), st.data())
+def test_any_stripes_of_any_recipe_are_the_recipe_in_plain_torch(
+    made: tuple[Recipe, dict[str, Tensor]], num_shares: int, stripe_bytes: int, data: st.DataObject
+) -> None:
+    recipe, tensors = made
+    for kind in {type(node).__name__ for node in nodes_of(recipe)}:
+        event(kind)
+    expected = plain(recipe, tensors)
+    result = typed(recipe, entries_of(tensors))
+    assert (result.shape, result.dtype) == (tuple(expected.shape), str(expected.dtype).removeprefix("torch."))
+    rows, scales = rows_of(tensors), scales_of(result, tensors, num_shares)
+    whole = evaluate(result, 0, result.num_rows, rows, scales)
+    assert whole.dtype == expected.dtype and whole.is_contiguous() and raw(whole) == raw(expected)
+    bounds = stripes(result, 0, result.num_rows, stripe_bytes)
+    cut = [evaluate(result, begin, end, rows, scales) for begin, end in bounds]
+    assert b"".join(map(raw, cut)) == raw(expected)
+    begin = data.draw(st.integers(0, result.num_rows))
+    end = data.draw(st.integers(begin, result.num_rows))
+    some = raw(evaluate(result, begin, end, rows, scales))
+    assert some == raw(expected)[begin * result.row_bytes : end * result.row_bytes]
+
+
+@TREES
+@given(recipes())
+def test_runs_of_bytes_make_what_evaluation_makes(made: tuple[Recipe, dict[str, Tensor]]) -> None:
+    recipe, tensors = made
+    result = typed(recipe, entries_of(tensors))
+    runs = runs_of(result)
+    event("bytes" if runs is not None else "rows")
+    if runs is None:
+        return
+    out = bytearray()
+    for i, run in enumerate(runs):
+        assert run.begin == len(out) and run.num_bytes > 0
+        data = raw(tensors[run.tensor])
+        assert run.tensor_begin + run.num_bytes <= len(data)
+        before = runs[i - 1] if i else None
+        assert not (
+            before and (before.tensor, before.tensor_begin + before.num_bytes) == (run.tensor, run.tensor_begin)
+        )
+        out += data[run.tensor_begin : run.tensor_begin + run.num_bytes]
+    assert bytes(out) == raw(plain(recipe, tensors))
