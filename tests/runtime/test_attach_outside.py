@@ -183,14 +183,15 @@ def test_parts_without_sharded_weights_are_free() -> None:
         assert module.head.half().weight.dtype == torch.float16
 
 
-def test_a_parameter_that_was_put_in_place_of_a_sharded_one_is_the_users_own() -> None:
+def test_a_parameter_that_was_put_in_place_of_a_sharded_one_is_the_users_own_and_stops_steps() -> None:
     module, reference = random_stack(), random_stack()
     new = torch.randn(2 * WIDTH, WIDTH)
     reference.layers[1].up.weight = nn.Parameter(new.clone())  # type: ignore[union-attr, assignment]
     with attach(module, check=True):
         module.layers[1].up.weight = nn.Parameter(new.clone())  # type: ignore[union-attr, assignment]
-        assert equal(outputs(module), outputs(reference))
         assert same_state(module.state_dict(), reference.state_dict())
+        with pytest.raises(graphshard.ProgramError, match=r"layers\.1\.up\.weight was replaced .* before attach\(\)"):
+            outputs(module)
 
 
 def test_named_parameters_work_and_shapes_are_right() -> None:

@@ -45,8 +45,20 @@ class ModuleSpec:
     """Parameters inside the layers that stay as they are, with the reason."""
 
 
-def module_spec(module: nn.Module, stack: LayerStack) -> ModuleSpec:
+def module_spec(
+    module: nn.Module,
+    stack: LayerStack,
+    *,
+    whole_shapes: Mapping[str, tuple[int, ...]] | None = None,
+    meta_allowed: bool = False,
+) -> ModuleSpec:
     """Weights inside the layers, one segment for each call of a layer, and one before and after all of them.
+
+    Args:
+        module: what runs.
+        stack: its layers.
+        whole_shapes: of the weights of which each rank has only some rows, by name.
+        meta_allowed: whether weights may be on the meta device: then the spec says what they will be.
 
     Raises:
         SpecError: the module is compiled or attached already, or a weight inside its layers has no bytes here.
@@ -61,7 +73,7 @@ def module_spec(module: nn.Module, stack: LayerStack) -> ModuleSpec:
         layer = found.layer_of(name)
         if layer is None:
             continue
-        reason = _why_kept(name, parameter) or found.why_shared(parameter)
+        reason = _why_kept(name, parameter, meta_allowed) or found.why_shared(parameter)
         if reason:
             kept[name] = reason
             continue
@@ -70,7 +82,8 @@ def module_spec(module: nn.Module, stack: LayerStack) -> ModuleSpec:
         for alias in found.names_of[id(parameter)]:
             path, _, attribute = alias.rpartition(".")
             holders.append(Holder(module.get_submodule(path), attribute, name, parameter))
-    specs = tuple(_weight_spec(name, parameter) for name, parameter in weights.items())
+    shapes = whole_shapes or {}
+    specs = tuple(_weight_spec(name, parameter, shapes.get(name)) for name, parameter in weights.items())
     model = ModelSpec(type(module).__name__, specs, _segments(stack, reads))
     return ModuleSpec(model, weights, tuple(holders), kept)
 
@@ -154,7 +167,7 @@ def _refuse_module(module: nn.Module, stack: LayerStack) -> None:
             raise SpecError(f"{names[0]} is attached already: detach() it first")
 
 
-def _why_kept(name: str, parameter: nn.Parameter) -> str:
+def _why_kept(name: str, parameter: nn.Parameter, meta_allowed: bool) -> str:
     """The reason for which the bytes of `parameter` are not sharded; SpecError where it has none to compute with."""
     kind = type(parameter)
     if isinstance(parameter, (nn.UninitializedParameter, nn.UninitializedBuffer)):
@@ -164,9 +177,9 @@ def _why_kept(name: str, parameter: nn.Parameter) -> str:
             f"weight {name} is a DTensor, which is split over ranks already: only replicated weights are "
             "sharded; attach the module before it is parallelised"
         )
-    if parameter.device.type == "meta":
+    if parameter.device.type == "meta" and not meta_allowed:
         raise SpecError(f"weight {name} is on the meta device and has no bytes: load the module before attaching it")
-    if parameter.device.type != "cpu":
+    if parameter.device.type not in ("cpu", "meta"):
         raise SpecError(f"weight {name} is on {parameter.device}: this version attaches modules on the CPU")
     if kind is not nn.Parameter:
         return f"is a {kind.__name__}: only plain parameters are sharded"
@@ -176,17 +189,20 @@ def _why_kept(name: str, parameter: nn.Parameter) -> str:
         return f"has layout {parameter.layout}: only plain bytes are sharded"
     if parameter.is_inference():
         return "was made in inference mode: its memory cannot be exchanged"
-    if _dtype(parameter) not in DTYPE_BITS:
+    if dtype_name(parameter) not in DTYPE_BITS:
         return f"has dtype {parameter.dtype}, which has no known size"
     return ""
 
 
-def _weight_spec(name: str, parameter: nn.Parameter) -> WeightSpec:
-    strides = None if parameter.is_contiguous() else tuple(parameter.stride())
-    return WeightSpec(name, tuple(parameter.shape), _dtype(parameter), strides)
+def _weight_spec(name: str, parameter: nn.Parameter, whole_shape: tuple[int, ...] | None) -> WeightSpec:
+    strides = None if parameter.is_contiguous() or whole_shape is not None else tuple(parameter.stride())
+    return WeightSpec(
+        name, tuple(parameter.shape) if whole_shape is None else whole_shape, dtype_name(parameter), strides
+    )
 
 
-def _dtype(tensor: Tensor) -> str:
+def dtype_name(tensor: Tensor) -> str:
+    """Torch's name of a tensor's dtype, without `torch.`."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
