@@ -165,8 +165,14 @@ def kimi_k3_model_config(file: ConfigFile) -> KimiK3ModelConfig:
         situ_linear_beta=text.number("activation_situ_linear_beta", 25.0),
         routed_scale=text.number("routed_scaling_factor", 1.0),
         max_positions=text.count("max_position_embeddings") if "max_position_embeddings" in text.values else 4096,
-        eos_token_ids=() if eos is None else text.counts("eos_token_id") if isinstance(eos, list) else (int(eos),),
+        eos_token_ids=text.counts("eos_token_id") if isinstance(eos, list) else _one(text, "eos_token_id"),
     )
+
+
+def _one(file: ConfigFile, key: str) -> tuple[int, ...]:
+    """The number under `key`, if there is one."""
+    number = file.number(key, -1)
+    return () if number < 0 else (int(number),)
 
 
 def _refuse_others(file: ConfigFile, fixed: dict[str, object]) -> None:

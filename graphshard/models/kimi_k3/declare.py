@@ -9,7 +9,8 @@ weight costs the launches of its projections.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ from graphshard.runtime.model import Segment, StepState
 Source = Callable[[StepState], Tensor]
 """Makes what a gemm reads."""
 Work = Callable[[StepState], None]
+Pieces = Callable[[], Iterable[WeightSpec]]
+"""Called by those who load: a hundred thousand experts are not named for a plan."""
 
 
 class Declarations:
@@ -30,10 +33,9 @@ class Declarations:
     def __init__(self, config: KimiK3ModelConfig, is_fused: bool) -> None:
         self.config = config
         self.segments: list[Segment] = []
-        self.pieces: dict[str, tuple[WeightSpec, ...]] = {}
-        """The published tensors of which each weight is made, one after the other in bytes."""
         self._is_fused = is_fused
         self._weights: dict[str, WeightSpec] = {}
+        self._pieces: dict[str, Pieces] = {}
         self._kept: dict[str, str] = {}
         self._activations: dict[str, tuple[int, str]] = {}
         self._caches: dict[str, BufferSpec] = {}
@@ -53,6 +55,13 @@ class Declarations:
         """The model so far."""
         kept = tuple(KeptWeight(weight, reason) for weight, reason in self._kept.items())
         return ModelSpec(name, tuple(self._weights.values()), tuple(segment.spec for segment in self.segments), kept)
+
+    def pieces(self) -> dict[str, tuple[WeightSpec, ...]]:
+        """The published tensors of which each weight is made, one after the other in bytes."""
+        return {
+            name: tuple(self._pieces[name]()) if name in self._pieces else (spec,)
+            for name, spec in self._weights.items()
+        }
 
     def buffers(self, shape: StepShape) -> tuple[BufferSpec, ...]:
         """Activations `[tokens of the step, width]`, and caches."""
@@ -78,7 +87,7 @@ class Declarations:
     def small(self, name: str, shape: Sequence[int], reason: str, dtype: str = "") -> str:
         """A weight that the next segment reads too, and that stays resident; its full name."""
         spec = WeightSpec(self.name_of(name), tuple(shape), dtype or self.config.dtype)
-        self._declare(spec, (spec,), reason)
+        self._declare(spec, reason)
         self._waiting.append(spec.name)
         return spec.name
 
@@ -94,17 +103,17 @@ class Declarations:
         run: Work,
         *,
         keep: str = "",
-        pieces: Sequence[tuple[str, tuple[int, ...]]] = (),
-    ) -> str:
-        """A weight, and the segment `name` that reads it; its full name. `pieces`: published names and shapes."""
+        pieces: Pieces | None = None,
+    ) -> None:
+        """A weight, and the segment `name` that reads it. `pieces`: the published tensors that it is made of."""
         spec = WeightSpec(self.name_of(weight), tuple(shape), self.config.dtype)
-        made_of = tuple(WeightSpec(self.name_of(piece), size, spec.dtype) for piece, size in pieces)
-        self._declare(spec, made_of or (spec,), keep)
+        self._declare(spec, keep)
+        if pieces is not None:
+            self._pieces[spec.name] = pieces
         where = self._block.removeprefix(f"model.layers.{self._layer}").removeprefix("model").strip(".")
         label = f"{where}.{name}" if where else name
         self.segments.append(Segment(SegmentSpec(label, self._layer, (*self._waiting, spec.name)), run))
         self._waiting.clear()
-        return spec.name
 
     def project(
         self,
@@ -133,7 +142,7 @@ class Declarations:
                 (height, in_features),
                 _multiply(full, source, target, columns, before),
                 keep=keep,
-                pieces=[(f"{piece}.weight", (out, in_features)) for piece, out in inside.items()],
+                pieces=partial(self._rows, self._block, dict(inside), in_features),
             )
             column, before = column + height, None
 
@@ -142,10 +151,14 @@ class Declarations:
         weight = f"{name}.weight"
         self.read(name, weight, (out_features, in_features), _accumulate(self.name_of(weight), source), keep=keep)
 
-    def _declare(self, spec: WeightSpec, pieces: tuple[WeightSpec, ...], reason: str) -> None:
+    def _rows(self, block: str, rows: Mapping[str, int], in_features: int) -> list[WeightSpec]:
+        return [
+            WeightSpec(f"{block}.{name}.weight", (out, in_features), self.config.dtype) for name, out in rows.items()
+        ]
+
+    def _declare(self, spec: WeightSpec, reason: str) -> None:
         assert spec.name not in self._weights, f"{spec.name} was declared twice"
         self._weights[spec.name] = spec
-        self.pieces[spec.name] = pieces
         if reason:
             self._kept[spec.name] = reason
 

@@ -53,8 +53,9 @@ def random_pieces(config: KimiK3ModelConfig, seed: int = 0) -> dict[str, Tensor]
 
 def joined_tensors(model: KimiK3, pieces: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The weights of `model` from tensors under their published names."""
+    made_of = model.pieces
     return {
-        weight.name: torch.cat([pieces[piece.name] for piece in model.pieces[weight.name]]).view(weight.shape)
+        weight.name: torch.cat([pieces[piece.name] for piece in made_of[weight.name]]).view(weight.shape)
         for weight in model.spec().weights
     }
 

@@ -75,7 +75,7 @@ class KimiK3:
     @property
     def pieces(self) -> dict[str, tuple[WeightSpec, ...]]:
         """The published tensors of which each weight is made: one after the other, in bytes."""
-        return dict(self._declared.pieces)
+        return self._declared.pieces()
 
     def spec(self) -> ModelSpec:
         """Weights in the order in which a step first reads them, and which of them stay resident."""

@@ -17,8 +17,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from graphshard.core.specs import WeightSpec
 from graphshard.models.kimi_k3.config import KimiK3ModelConfig
-from graphshard.models.kimi_k3.declare import Declarations, Source, Work, buffer, normalise, rms_norm
+from graphshard.models.kimi_k3.declare import Declarations, Pieces, Source, Work, buffer, normalise, rms_norm
 from graphshard.models.kimi_k3.situ import situ
 from graphshard.models.specs.kimi_k3 import DENSE
 from graphshard.models.specs.replicated import SMALL
@@ -64,7 +65,13 @@ def _declare_mlp(d: Declarations, width: int, target: str, before: Work | None, 
 
 
 def _declare_experts(d: Declarations) -> None:
-    s = d.config.sizes
+    s, block, dtype = d.config.sizes, d.name_of(""), d.config.dtype
+
+    def pieces(*shapes: tuple[str, tuple[int, int]]) -> Pieces:
+        """Each expert's `shapes`, by name."""
+        experts = range(s.experts)
+        return lambda: (WeightSpec(f"{block}{e}.{name}.weight", size, dtype) for e in experts for name, size in shapes)
+
     wide, tall = (s.expert_size, s.latent), (s.latent, s.expert_size)
     d.read(
         "w13",
@@ -72,7 +79,7 @@ def _declare_experts(d: Declarations) -> None:
         (s.experts, 2 * s.expert_size, s.latent),
         _expert_up(d.config, d.name_of("w13_weight")),
         keep=ROUTED,
-        pieces=[(f"{expert}.{name}.weight", wide) for expert in range(s.experts) for name in ("w1", "w3")],
+        pieces=pieces(("w1", wide), ("w3", wide)),
     )
     d.read(
         "w2",
@@ -80,7 +87,7 @@ def _declare_experts(d: Declarations) -> None:
         (s.experts, s.latent, s.expert_size),
         _expert_down(d.config, d.name_of("w2_weight")),
         keep=ROUTED,
-        pieces=[(f"{expert}.w2.weight", tall) for expert in range(s.experts)],
+        pieces=pieces(("w2", tall)),
     )
 
 

@@ -21,11 +21,11 @@ def kimi_k3_recipes(model: KimiK3, tensors: Collection[str]) -> dict[str, Recipe
         LoadError: they are in neither form; it names weights that cannot be made.
     """
     fused = KimiK3(model.config, 1, 1, fused=True)
-    inside = _places(fused)
+    inside, made_of = _places(fused), model.pieces
     recipes: dict[str, Recipe] = {}
     missing = []
     for weight in model.spec().weights:
-        pieces = model.pieces[weight.name]
+        pieces = made_of[weight.name]
         if weight.name in tensors:
             continue
         if all(piece.name in tensors for piece in pieces):
