@@ -20,3 +20,11 @@ def some_of(names: Sequence[str], most: int = 8) -> str:
     """`a, b, c and 12 more`: the first `most` of `names`, and how many there are beside them."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
+
+
+def by_value(values: Sequence[object]) -> str:
+    """What ranks have, given by rank: `ab12 on rank 0, cd34 on ranks 1 2`."""
+    ranks: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(str(value), []).append(rank)
+    return ", ".join(f"{value} on {which_ranks(which)}" for value, which in ranks.items())

@@ -44,6 +44,13 @@ class AtomicFile:
         except OSError as error:
             raise cannot_write(self.path, error) from None
 
+    def sync(self) -> None:
+        """Wait until the disk has what was written so far."""
+        try:
+            os.fdatasync(self._fd)
+        except OSError as error:
+            raise cannot_write(self.path, error) from None
+
     def commit(self, name: str | None = None) -> Path:
         """Sync the file and give it its place, or the `name` that is only known now, in its folder."""
         if name is not None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from graphshard.comm.checksums import checksum_of
 from graphshard.core.errors import LoadError
 from graphshard.core.layout import Layout
 from graphshard.core.specs import WeightSpec
@@ -45,6 +44,10 @@ class ShardFileWriter:
     def write(self, area: str, begin: int, data: bytes | bytearray | memoryview) -> None:
         """Write `data` from byte `begin` of `area` on: `shards` or `resident`."""
         self._file.write(self._begins[area] + begin, data)
+
+    def sync(self) -> None:
+        """Wait until the disk has what was written so far."""
+        self._file.sync()
 
     def end(self, manifest: ShardManifest) -> Path:
         """Write the header of `manifest`, which has all checksums, and give the file its name there."""
@@ -114,6 +117,10 @@ class ShardFile:
             name = self.manifest.layout.resident[index].weight
             raise self._unlike(f"resident weight {name}", checksum, expected)
 
+    def check_unchanged(self) -> None:
+        """LoadError if the file was replaced or written to since it was opened."""
+        self._file.identity()
+
     def close(self) -> None:
         """Give the descriptor back. Idempotent."""
         self._file.close()
@@ -150,16 +157,6 @@ class ShardFile:
         expected = {name: ("uint8", (size,)) for name, size in _areas(self.manifest.layout).items()}
         if found != expected:
             raise LoadError(f"{self.path} holds {found}, its layout asks for {expected}; {AGAIN}")
-
-
-def chunk_checksums(layout: Layout, window: memoryview) -> list[int]:
-    """The checksum of each chunk of a rank's whole shard window, by unit."""
-    return [checksum_of(window[unit.chunk_offset : unit.chunk_offset + unit.chunk_bytes]) for unit in layout.units]
-
-
-def resident_checksums(layout: Layout, area: memoryview) -> list[int]:
-    """The checksum of each resident weight of the whole resident area, as the layout lists them."""
-    return [checksum_of(area[view.offset : view.offset + view.num_bytes]) for view in layout.resident]
 
 
 def _areas(layout: Layout) -> dict[str, int]:

@@ -55,21 +55,22 @@ def commit_manifest(folder: Path, manifest: ShardManifest) -> None:
         file.commit()
 
 
-def remove_strays(folder: Path) -> list[str]:
-    """Remove shard files that the folder's manifest does not name (all, if there is none); nothing else is touched.
+def remove_strays(folder: Path, rank: int | None = None) -> list[str]:
+    """Remove shard files (of `rank`, if given) that the folder's manifest does not name; all, if there is none.
 
-    Returns what could not be removed: it is in nobody's way.
+    Nothing else is touched. Returns what could not be removed: it is in nobody's way.
     """
     try:
         manifest = read_manifest(folder)
-        named = {manifest.file_name(rank) for rank in range(manifest.world_size)}
+        named = {manifest.file_name(one) for one in range(manifest.world_size)}
     except LoadError:
         if (folder / MANIFEST_NAME).exists():
             return []  # whatever it says, it may be all that tells somebody which files are whole
         named = set()
+    own = "" if rank is None else f"shard-{rank:05d}-of-"
     left = []
     for path in folder.iterdir():
-        if _OURS.fullmatch(path.name) and path.name not in named:
+        if _OURS.fullmatch(path.name) and path.name.startswith(own) and path.name not in named:
             try:
                 path.unlink(missing_ok=True)
             except OSError:

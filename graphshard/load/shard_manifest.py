@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -80,7 +80,7 @@ class ShardManifest:
 
     @cached_property
     def layout_digest(self) -> str:
-        """The digest of `layout`; a runtime's layout has it too if its slots are left out."""
+        """The digest of `layout`."""
         return self.layout.digest
 
     @cached_property
@@ -92,6 +92,10 @@ class ShardManifest:
     def digest(self) -> str:
         """The sha256 of all that the manifest says."""
         return digest_of(json.dumps(self._content(), sort_keys=True, separators=(",", ":")))
+
+    def has_layout(self, layout: Layout) -> bool:
+        """Whether `layout`, a runtime's, keeps its bytes where the files have them; its slots do not matter."""
+        return replace(layout, slots=(), slot_bytes=0).digest == self.layout_digest
 
     def file_name(self, rank: int) -> str:
         """`shard-00003-of-00008.5f1d0a2b3c4d5e6f.safetensors`: files of two saves never have one name."""

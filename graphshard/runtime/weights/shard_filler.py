@@ -1,0 +1,190 @@
+"""Filling from shard files: a rank's window is read as it was saved, in the order in which it lies."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from graphshard.comm.checksums import checksum_of
+from graphshard.comm.group import Group
+from graphshard.comm.rejoin import Newcomer
+from graphshard.core.counts import by_value
+from graphshard.core.errors import LoadError
+from graphshard.core.layout import UnitLayout, chunk_pieces
+from graphshard.core.specs import ModelSpec
+from graphshard.load.reshard import reshard_command
+from graphshard.load.shard_file import ShardFile
+from graphshard.load.shard_manifest import MANIFEST_NAME, ShardManifest, is_shard_folder, read_manifest
+from graphshard.runtime.compiled import Compiled
+from graphshard.runtime.memory import RuntimeMemory
+from graphshard.runtime.weights.report import LoadedWeight, LoadReport
+
+READ_BYTES = 256 * 2**20
+"""What one read brings at most: on a GPU it is the host memory that the bytes pass through."""
+
+
+@dataclass(frozen=True)
+class ShardFolder:
+    """A folder of shard files, for this many ranks and this model."""
+
+    path: Path
+    manifest: ShardManifest
+
+
+def open_shards(group: Group, checkpoint: object, spec: Callable[[], ModelSpec]) -> ShardFolder | None:
+    """The folder of shard files that `checkpoint` is, if its manifest fits `spec`; None if it is something else.
+
+    Collective; alone on a rank that came back.
+
+    Raises:
+        LoadError: on every rank: the files are for another number of ranks or other weights, the manifest is damaged,
+            or ranks load unlike things.
+    """
+    found = group.agree("checkpoint", lambda: _open(checkpoint, spec, group.world_size))
+    if isinstance(group, Newcomer):
+        return found
+    kinds = [
+        str(kind) for kind, _ in group.all_gather("" if found is None else _kind(found.manifest), name="checkpoint")
+    ]
+    if len(set(kinds)) > 1:
+        said = by_value([kind or "something else than shard files" for kind in kinds])
+        raise LoadError(f"ranks load unlike checkpoints: {said}; give all of them the same folder")
+    return found
+
+
+class ShardFiller:
+    """Fills a rank's memory from its own file."""
+
+    def __init__(self, folder: ShardFolder) -> None:
+        self._folder = folder
+        self._file: ShardFile | None = None
+        self._report: LoadReport | None = None
+
+    def prepare(self, compiled: Compiled, group: Group) -> None:
+        """See Filler. Ranks hold the same manifest (`open_shards`), and each weight is compared with its checksums."""
+        self._file = group.agree("checkpoint", lambda: self._open(compiled, group.rank))
+
+    def fill(self, compiled: Compiled, group: Group, memory: RuntimeMemory) -> list[int]:
+        """See Filler."""
+        return group.agree("load", lambda: self._fill(compiled, group.rank, memory))
+
+    @property
+    def report(self) -> LoadReport:
+        """See Filler."""
+        assert self._report is not None, "nothing was filled"
+        return self._report
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        if self._file is not None:
+            self._file.close()
+
+    def _open(self, compiled: Compiled, rank: int) -> ShardFile:
+        manifest = self._folder.manifest
+        if not manifest.has_layout(compiled.layout):
+            raise LoadError(
+                f"the shard files in {self._folder.path} have another layout than this plan (units "
+                f"{compiled.plan.unit_policy}): {_layout_difference(manifest, compiled)}. Leave out the plan, and what "
+                "is said of units, patterns and alignment: then the files' own units are taken. Or load the checkpoint "
+                "under this plan and save the shards again"
+            )
+        return ShardFile(self._folder.path, manifest, rank)
+
+    def _fill(self, compiled: Compiled, rank: int, memory: RuntimeMemory) -> list[int]:
+        file, layout, started = self._file, compiled.layout, time.monotonic()
+        assert file is not None, "fill comes after prepare"
+        checksums = []
+        for units in _reads(layout.units):
+            begin, end = units[0].chunk_offset, units[-1].chunk_offset + units[-1].chunk_bytes
+            with memory.writing_shard(begin, end - begin) as window:
+                file.read_into("shards", begin, window)
+                for unit in units:
+                    at = unit.chunk_offset - begin
+                    checksums.append(checksum_of(window[at : at + unit.chunk_bytes]))
+                    file.check_chunk(unit.unit, checksums[-1])
+        for index, view in enumerate(layout.resident):
+            with memory.writing_resident(view) as resident:
+                file.read_into("resident", view.offset, resident)
+                file.check_resident(index, checksum_of(resident))
+        file.check_unchanged()
+        self._report = _report_of(compiled, rank, time.monotonic() - started)
+        return checksums
+
+
+def _open(checkpoint: object, spec: Callable[[], ModelSpec], world_size: int) -> ShardFolder | None:
+    if not isinstance(checkpoint, str | Path) or not is_shard_folder(Path(checkpoint)):
+        return None
+    path = Path(checkpoint)
+    path = path.parent if path.name == MANIFEST_NAME else path
+    manifest = read_manifest(path)
+    if manifest.world_size != world_size:
+        raise LoadError(
+            f"the shard files in {path} are for {manifest.world_size} ranks, this group has {world_size}: start as "
+            f"many ranks, or make files for {world_size} with: {reshard_command(path, world_size)}"
+        )
+    _check_model(path, manifest, spec())
+    return ShardFolder(path, manifest)
+
+
+def _check_model(path: Path, manifest: ShardManifest, model: ModelSpec) -> None:
+    """LoadError naming the first weight that is not as it was saved."""
+    if manifest.weights == model.weights:
+        return
+    saved, asked = {w.name: w for w in manifest.weights}, {w.name: w for w in model.weights}
+    for name in [*asked, *(name for name in saved if name not in asked)]:
+        if saved.get(name) != asked.get(name):
+            one, other = (str(weights[name]) if name in weights else "nothing" for weights in (saved, asked))
+            what = f"weight {name} is {one} in the files, and the model asks for {other}"
+            break
+    else:
+        what = f"the weights are in another order, {manifest.weights[0].name} first instead of {model.weights[0].name}"
+    raise LoadError(
+        f"the shard files in {path} are of another model ({manifest.model}) than {model.name}: {what}. Give the folder "
+        "that was saved of this model, or load its checkpoint and save the shards again"
+    )
+
+
+def _layout_difference(manifest: ShardManifest, compiled: Compiled) -> str:
+    """What differs first, causes before what follows from them."""
+    saved, asked = manifest.layout, compiled.layout
+    if saved.alignment_bytes != asked.alignment_bytes:
+        return f"alignment_bytes is {saved.alignment_bytes} in the files, {asked.alignment_bytes} in the plan"
+    for mine, theirs in zip(manifest.units, compiled.plan.units, strict=False):
+        if mine.weights != theirs.weights:
+            files, planned = _unit_text(mine.weights), _unit_text(theirs.weights)
+            return f"unit {mine.index} is {files} in the files, {planned} in the plan"
+    return f"{len(saved.units)} units in the files, {len(asked.units)} in the plan"
+
+
+def _unit_text(weights: Sequence[str]) -> str:
+    return weights[0] if len(weights) == 1 else f"{weights[0]} to {weights[-1]} ({len(weights)} weights)"
+
+
+def _kind(manifest: ShardManifest) -> str:
+    return f"shard files {manifest.digest[:12]} (epoch {manifest.epoch})"
+
+
+def _reads(units: Sequence[UnitLayout]) -> Iterator[list[UnitLayout]]:
+    """Neighbours whose chunks are read at once: up to `READ_BYTES` together, or one that is larger."""
+    together: list[UnitLayout] = []
+    for unit in units:
+        if together and unit.chunk_offset + unit.chunk_bytes - together[0].chunk_offset > READ_BYTES:
+            yield together
+            together = []
+        together.append(unit)
+    if together:
+        yield together
+
+
+def _report_of(compiled: Compiled, rank: int, seconds: float) -> LoadReport:
+    layout = compiled.layout
+    kept = {view.weight: view.num_bytes for view in layout.resident}
+    for unit in layout.units:
+        for piece in chunk_pieces(unit, rank):
+            kept[piece.weight] = kept.get(piece.weight, 0) + piece.weight_end - piece.weight_begin
+    rows = [LoadedWeight(w.name, "shard file", w.num_bytes, kept.get(w.name, 0)) for w in compiled.model.weights]
+    bytes_read = layout.shard_bytes + sum(view.num_bytes for view in layout.resident)
+    checkpoint_bytes = sum(weight.num_bytes for weight in compiled.model.weights)
+    return LoadReport(tuple(rows), bytes_read, checkpoint_bytes, 0, seconds)
