@@ -172,8 +172,7 @@ class Grower:
         return ScaleOf(QuantizeFp8(self.grow((*shape, 3), "float16", depth, plain=True), "channel", kind))
 
     def _requantized_scale(self, shape: Shape, dtype: str, depth: int, plain: bool) -> Recipe:
-        edge = [self.draw(st.integers(1, 2)) if size else 0 for size in shape]
-        rows, columns = (max(0, 2 * size - cut) if size else 0 for size, cut in zip(shape, [e - 1 for e in edge]))
+        rows, columns = (2 * size - self.draw(st.integers(0, 1)) if size else 0 for size in shape)
         node = self._requantize((rows, columns), "float8_e4m3fn", depth, plain)
         assert isinstance(node, RequantizeUe8m0)
         scale = self.grow(shape, "float32", depth, plain=True)

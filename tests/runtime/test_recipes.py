@@ -1,9 +1,10 @@
-"""Recipes evaluated by rows, in any stripes, are the recipe in plain torch; so are runs of bytes where there are any."""
+"""Recipes evaluated by rows, in any stripes, are the recipe in plain torch; so are runs of bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from recipe_trees import entries_of, plain, raw, recipes
@@ -15,7 +16,8 @@ from graphshard.load.recipe_types import Typed, typed
 from graphshard.recipes import Read, Recipe
 from graphshard.runtime.weights.evaluate import amax, evaluate, scale_from_amax, scaled_per_tensor, stripes
 
-TREES = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+few = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+many = settings(few, max_examples=1500)
 
 
 def rows_of(tensors: dict[str, Tensor]) -> Callable[[str, int, int], Tensor]:
@@ -39,14 +41,13 @@ def scales_of(result: Typed, tensors: dict[str, Tensor], num_shares: int) -> dic
     }
 
 
-@TREES
-@given(recipes(), st.integers(1, 8), st.integers(1, 64), st.data())
-def test_any_stripes_of_any_recipe_are_the_recipe_in_plain_torch(
-    made: tuple[Recipe, dict[str, Tensor]], num_shares: int, stripe_bytes: int, data: st.DataObject
+def check_stripes(
+    recipe: Recipe, tensors: dict[str, Tensor], num_shares: int, stripe_bytes: int, data: st.DataObject
 ) -> None:
-    recipe, tensors = made
+    """Evaluated whole, by stripes and over some rows, `recipe` is what plain torch makes of whole tensors."""
     for kind in {type(node).__name__ for node in nodes_of(recipe)}:
         event(kind)
+    before = {name: raw(tensor) for name, tensor in tensors.items()}
     expected = plain(recipe, tensors)
     result = typed(recipe, entries_of(tensors))
     assert (result.shape, result.dtype) == (tuple(expected.shape), str(expected.dtype).removeprefix("torch."))
@@ -60,25 +61,54 @@ def test_any_stripes_of_any_recipe_are_the_recipe_in_plain_torch(
     end = data.draw(st.integers(begin, result.num_rows))
     some = raw(evaluate(result, begin, end, rows, scales))
     assert some == raw(expected)[begin * result.row_bytes : end * result.row_bytes]
+    assert {name: raw(tensor) for name, tensor in tensors.items()} == before
 
 
-@TREES
-@given(recipes())
-def test_runs_of_bytes_make_what_evaluation_makes(made: tuple[Recipe, dict[str, Tensor]]) -> None:
-    recipe, tensors = made
-    result = typed(recipe, entries_of(tensors))
-    runs = runs_of(result)
+ANY = (recipes(), st.integers(1, 8), st.integers(1, 64), st.data())
+
+
+@few
+@given(*ANY)
+def test_any_stripes_of_any_recipe_are_the_recipe_in_plain_torch(
+    made: tuple[Recipe, dict[str, Tensor]], num_shares: int, stripe_bytes: int, data: st.DataObject
+) -> None:
+    check_stripes(*made, num_shares, stripe_bytes, data)
+
+
+@pytest.mark.slow
+@many
+@given(*ANY)
+def test_any_stripes_of_many_recipes(
+    made: tuple[Recipe, dict[str, Tensor]], num_shares: int, stripe_bytes: int, data: st.DataObject
+) -> None:
+    check_stripes(*made, num_shares, stripe_bytes, data)
+
+
+def check_runs(recipe: Recipe, tensors: dict[str, Tensor]) -> None:
+    """Runs of bytes follow each other, are as long as can be, and make what plain torch makes."""
+    runs = runs_of(typed(recipe, entries_of(tensors)))
     event("bytes" if runs is not None else "rows")
     if runs is None:
         return
     out = bytearray()
-    for i, run in enumerate(runs):
-        assert run.begin == len(out) and run.num_bytes > 0
+    next_bytes = None
+    for run in runs:
+        assert run.begin == len(out) and run.num_bytes > 0 and (run.tensor, run.tensor_begin) != next_bytes
+        next_bytes = run.tensor, run.tensor_begin + run.num_bytes
         data = raw(tensors[run.tensor])
-        assert run.tensor_begin + run.num_bytes <= len(data)
-        before = runs[i - 1] if i else None
-        assert not (
-            before and (before.tensor, before.tensor_begin + before.num_bytes) == (run.tensor, run.tensor_begin)
-        )
-        out += data[run.tensor_begin : run.tensor_begin + run.num_bytes]
+        assert next_bytes[1] <= len(data)
+        out += data[run.tensor_begin : next_bytes[1]]
     assert bytes(out) == raw(plain(recipe, tensors))
+
+
+@few
+@given(recipes())
+def test_runs_of_bytes_make_what_evaluation_makes(made: tuple[Recipe, dict[str, Tensor]]) -> None:
+    check_runs(*made)
+
+
+@pytest.mark.slow
+@many
+@given(recipes())
+def test_runs_of_bytes_of_many_recipes(made: tuple[Recipe, dict[str, Tensor]]) -> None:
+    check_runs(*made)
