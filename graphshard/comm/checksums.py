@@ -52,6 +52,11 @@ class ChunkChecksums:
         self._layout = layout
         self._checksums = checksums
 
+    @property
+    def by_rank(self) -> Sequence[Sequence[int]]:
+        """`[rank][unit]`."""
+        return self._checksums
+
     @staticmethod
     def exchange(group: Group, layout: Layout, checksums: Sequence[int]) -> ChunkChecksums:
         """From this rank's `checksums`, by unit (collective).

@@ -57,6 +57,10 @@ class Doorkeeper:
         """Rank `rank`, taken before, is shown to others from now on; or, if not accepted, forgotten."""
         self._room.settle(rank, is_accepted)
 
+    def renew(self, checksums: Sequence[Sequence[int]]) -> None:
+        """All ranks' chunks were written anew: whoever comes back must have loaded what has these, by rank and unit."""
+        self._room.renew(checksums)
+
     def receive(self, rank: int, record: RankRecord) -> None:
         """Note that `rank` shows `record`, unless that is known. The record is owned from now on."""
         with self._room.lock:
@@ -105,6 +109,11 @@ class _Room:
             if is_accepted:
                 record, self._records[rank] = self._records[rank], record
             record.close()
+
+    def renew(self, checksums: Sequence[Sequence[int]]) -> None:
+        with self.lock:
+            for record, of_rank in zip(self._records, checksums, strict=True):
+                record.checksums = tuple(of_rank)
 
     def note(self, rank: int, record: RankRecord) -> None:
         """With the lock held."""
@@ -198,12 +207,14 @@ class _Room:
             rank = self._check_rank(told["rank"], client.peer_pid())
             if "why_not" in self._offer:
                 raise CommError(f"rank {rank} cannot come back to job {self._door.job}: {self._offer['why_not']}")
+            epoch = self._records[self._door.rank].page.epoch
+            self._check_epoch(rank, epoch, told.get("epoch", epoch))
             if frame.name == HELLO:
                 fds: list[int] = []
                 for one in range(len(self._records)):
                     fds += self.latest(one).lend_fds()
                 records = [self.latest(one).told() for one in range(len(self._records))]
-                self._reply(client, WELCOME, {"offer": self._offer, "records": records}, fds)
+                self._reply(client, WELCOME, {"offer": self._offer, "records": records, "epoch": epoch}, fds)
             elif frame.name == HERE:
                 self._check_claim(rank, told)
                 process = ProcessId.of(client.peer_pid())
@@ -236,6 +247,19 @@ class _Room:
             )
         return rank
 
+    def _check_epoch(self, rank: int, epoch: int, known: int) -> None:
+        """`known` is the epoch that the rank was told when it met the others."""
+        if epoch % 2:
+            raise CommError(
+                f"rank {rank} cannot come back to job {self._door.job}: its weights are of no version since an update "
+                f"did not end (epoch {epoch}); start all ranks anew"
+            )
+        if known != epoch:
+            raise CommError(
+                f"rank {rank} loaded weights of epoch {known}, and rank {self._door.rank} has epoch {epoch} by now: "
+                "come back with the new checkpoint"
+            )
+
     def _check_claim(self, rank: int, told: Mapping[str, Any]) -> None:
         if told["digest"] != self._digest:
             raise CommError(
@@ -243,7 +267,9 @@ class _Room:
                 "start it with the same model, plan, versions and settings"
             )
         if tuple(told["checksums"]) != self._records[rank].checksums:
-            raise CommError(f"rank {rank} loaded other bytes than before it ended: use the same checkpoint")
+            raise CommError(
+                f"rank {rank} loaded other bytes than it must have: use the checkpoint that the ranks run with now"
+            )
 
 
 def _close(room: _Room, thread: threading.Thread) -> None:

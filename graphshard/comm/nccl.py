@@ -190,6 +190,10 @@ class NcclTransport:
         """Compare a gathered unit, or only `rank`'s chunk of it, with what its owners loaded."""
         self._checksums.verify_unit(unit, slot_view, rank)
 
+    def adopt_checksums(self, checksums: ChunkChecksums) -> None:
+        """See `Transport`."""
+        self._checksums = checksums
+
     def generations(self) -> tuple[int, ...]:
         """Of the windows, in the order of registration."""
         return tuple(memory.generation for memory in self._registered)

@@ -115,6 +115,10 @@ class PullTransport:
         """
         self._checksums.verify_unit(unit, slot_view, rank)
 
+    def adopt_checksums(self, checksums: ChunkChecksums) -> None:
+        """See `Transport`."""
+        self._checksums = checksums
+
     def generations(self) -> tuple[int, ...]:
         """One number a rank; a graph bound before one changed must not be replayed. Empty if nothing is sharded."""
         return self._windows.generations(SHARD) if self._windows.num_registrations else ()

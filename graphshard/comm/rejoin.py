@@ -40,6 +40,8 @@ class Welcome:
     """The newcomer's own, to be opened."""
     offer: Mapping[str, Any]
     records: list[RankRecord]
+    epoch: int
+    """Of the weights, on the rank that answered."""
 
     def check_certificate(self, certificate: Certificate) -> None:
         """CommError naming the first difference from the ranks that live."""
@@ -51,8 +53,8 @@ class Welcome:
         unlike = [str(unit) for unit, pair in enumerate(zip(before, checksums, strict=True)) if pair[0] != pair[1]]
         if unlike:
             raise LoadError(
-                f"rank {self.door.rank} loaded other bytes of units {' '.join(unlike)} than before it ended: "
-                "use the same checkpoint, or start all ranks anew"
+                f"rank {self.door.rank} loaded other bytes of units {' '.join(unlike)} than the others know of: use "
+                f"the checkpoint that they run with now (epoch {self.epoch}), or start all ranks anew"
             )
 
     def close(self) -> None:
@@ -111,7 +113,7 @@ class Newcomer(Group):
             CommError: a rank refused; the others may use what they were told, for they checked it.
         """
         deadline = time.monotonic() + self.timeout_s
-        told = {"rank": self.rank, "digest": digest, "checksums": list(own.checksums)}
+        told = {"rank": self.rank, "digest": digest, "checksums": list(own.checksums), "epoch": own.page.epoch}
         for door in find_doors(self.job, keeper.door.group):
             if door.serial != keeper.door.serial or door.rank == self.rank:
                 continue
@@ -221,7 +223,7 @@ def _meet(job: str, path: str, rank: int, min_serial: int, timeout_s: float) -> 
         raise
     finally:
         answer.close()
-    return Welcome(Door(job, key, doors[0].serial, rank, os.getpid()), told["offer"], records)
+    return Welcome(Door(job, key, doors[0].serial, rank, os.getpid()), told["offer"], records, told["epoch"])
 
 
 def _knock(door: Door, name: str, value: object, fds: Sequence[int]) -> Channel | None:

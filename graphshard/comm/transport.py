@@ -11,6 +11,7 @@ from typing import Literal, Protocol
 
 from graphshard._core import Communicator, Memory
 from graphshard.comm.alignment import Alignment
+from graphshard.comm.checksums import ChunkChecksums
 from graphshard.comm.control import ControlTable
 from graphshard.comm.doors import RankRecord
 from graphshard.core.layout import Layout
@@ -78,6 +79,9 @@ class Transport(Protocol):
         Raises:
             CommError: naming this rank, the source ranks whose chunks differ, and the unit.
         """
+
+    def adopt_checksums(self, checksums: ChunkChecksums) -> None:
+        """All ranks' chunks were written anew: compare with `checksums` from now on."""
 
     def generations(self) -> tuple[int, ...]:
         """Numbers that change when a window is mapped anew; what was bound before may not be used then."""

@@ -6,7 +6,7 @@ memory, and somebody who can be asked again how far he is.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from graphshard._core import DriverError
@@ -57,6 +57,11 @@ class Admission:
         """All is bound to the windows as they are mapped now: give up the older mappings."""
         if self.windows is not None:
             self.windows.drop_retired()
+
+    def renew(self, checksums: Sequence[Sequence[int]]) -> None:
+        """The weights were updated: who comes back must have loaded chunks of these `checksums`, by rank and unit."""
+        if self.doorkeeper is not None:
+            self.doorkeeper.renew(checksums)
 
     def close(self) -> None:
         """Take nobody in any more."""

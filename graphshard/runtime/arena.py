@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from graphshard.core.sizes import align_up
+from graphshard.runtime.memory import BufferRow
 
 ALIGNMENT_BYTES = 64
 """What torch's own CPU allocator gives: the bits of a gemm may depend on its operands' alignment."""
@@ -33,6 +34,10 @@ class Arena:
     def num_bytes(self) -> int:
         """Bytes of all blocks."""
         return sum(block.numel() for block in self._blocks)
+
+    def rows(self) -> list[BufferRow]:
+        """Its blocks; one that is there stays where it is."""
+        return [BufferRow.of(f"arena {i}", "arena", block) for i, block in enumerate(self._blocks)]
 
     def reset(self) -> None:
         """Start again at the first block: what was taken before may now be overwritten."""

@@ -6,7 +6,7 @@ What a compute op does is not part of the list; it is handed over at issue or ca
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -27,6 +27,10 @@ POISON = 0xFF
 """NaN as float32, bfloat16, float16 and both FP8 formats: a missed wait never shows plausible numbers."""
 
 
+def _nothing(stage: str) -> None:
+    """What happens at a stage of an update unless a test asks for more."""
+
+
 @dataclass(frozen=True)
 class Hooks:
     """What tests insert into a bound list; part of no plan, digest or certificate.
@@ -44,6 +48,8 @@ class Hooks:
     """What plays torch.cuda on a CUDA device without one."""
     look_s: float = 0.05
     """How often a watchdog looks."""
+    update: Callable[[str], None] = field(default=_nothing)
+    """Called on the updating thread as an update comes to each of its stages (`runtime.update.updating.STAGES`)."""
 
 
 @dataclass(frozen=True)

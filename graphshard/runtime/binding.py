@@ -6,14 +6,16 @@ Streams, slots, bound lists, and whether they may be used now. Not thread-safe: 
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Sequence
 from functools import partial
 
 from graphshard._core import Driver, Memory, Stream, Word
 from graphshard.comm.alignment import Alignment, Awaited, IssueKind
+from graphshard.comm.control import ControlTable
 from graphshard.comm.transport import Transport
-from graphshard.core.errors import CommError, DeviceError, ProgramError
+from graphshard.core.errors import CommError, DeviceError, GraphshardError, ProgramError
 from graphshard.core.ops import AgLaunch
 from graphshard.core.specs import StepShape
 from graphshard.runtime.bind import BoundProgram, Ground, Hooks, bind_programs
@@ -44,6 +46,8 @@ _left_behind: list[tuple[object, ...]] = []
 class Binding:
     """The base of `Runtime`."""
 
+    _control: ControlTable
+
     def __init__(
         self,
         compiled: Compiled,
@@ -67,6 +71,10 @@ class Binding:
         self._closed = False
         self._owner_pid = os.getpid()
         self._late = False
+        self._torn: GraphshardError | None = None
+        """Why the weights are of no version: an update did not end."""
+        self._updating = threading.Lock()
+        """Held by a thread that updates."""
         self._embedding: Embedding | None = None
         self._num_steps = 0
         self._reserve_streams()
@@ -87,8 +95,24 @@ class Binding:
         if self._closed:
             raise ProgramError("this runtime is closed; compile the model again")
 
-    def _check_ready(self) -> None:
+    def check_weights(self) -> None:
+        """CommError if the weights are of no version, since an update did not end; ProgramError if closed."""
         self.check_open()
+        if self._torn is not None:
+            raise CommError(f"rank {self.rank}: {self._torn}; {self._torn_text()}")
+
+    def _torn_text(self) -> str:
+        return (
+            f"the weights are of no version (epoch {self._control.mine.epoch}): run a complete update, with nothing "
+            "left out, if all ranks live, else start all ranks anew"
+        )
+
+    def _check_ready(self) -> None:
+        self.check_weights()
+        self._leave_last_use()
+
+    def _leave_last_use(self) -> None:
+        """What was late has ended, and what C replayed or prefetched."""
         if self._late:
             if not all(stream.is_idle() for stream in self._streams.values()):
                 raise DeviceError(
@@ -159,12 +183,19 @@ class Binding:
         """Gather every unit once and compare each rank's chunk, or only `rank`'s, with its owner's checksum.
 
         Raises:
-            CommError: naming the reading rank, the source rank and the unit.
+            CommError: naming the reading rank, the source rank and the unit; the rest is gathered nevertheless, as it
+                is by the other ranks.
         """
+        failure: CommError | None = None
         for slot, unit in {r.unit: (r.slot, r.unit) for r in self.plan.residencies}.values():
             self.gather_now(unit, slot)
-            self._transport.verify_unit(unit, read_bytes(self._memory.slot(slot)), rank)
+            try:
+                self._transport.verify_unit(unit, read_bytes(self._memory.slot(slot)), rank)
+            except CommError as error:
+                failure = failure or error
         self._slots.forget()
+        if failure is not None:
+            raise failure
 
     def _reserve_streams(self) -> None:
         names = ["compute", "copy", *(f"copy{i}" for i in range(1, self.plan.num_copy_streams)), "copy_own", "prefetch"]

@@ -26,6 +26,7 @@ from graphshard.core.specs import BufferSpec, DeviceSpec, StepShape
 from graphshard.core.text import digest_of, text_of
 from graphshard.device.base import Device
 from graphshard.device.cuda import CudaDevice
+from graphshard.load.recipe import Recipes
 from graphshard.runtime.bind import Hooks
 from graphshard.runtime.compiled import Compiled
 from graphshard.runtime.compute import ComputeTable, segment_weights
@@ -77,10 +78,13 @@ def build_runtime(
     timeout_s: float,
     hooks: Hooks,
     progress: bool = False,
+    recipes: Recipes | None = None,
+    ignore: Sequence[str] = (),
 ) -> Runtime:
     """Reserve, load, agree and bind on every rank of `group` (collective), or on one that came back.
 
     Without `agreed` no rank can come back. With `progress` gathers of a collective transport write how far they are.
+    `recipes` and `ignore` are what updates go by.
 
     Raises:
         SpecError: the plan is for another world size.
@@ -112,6 +116,8 @@ def build_runtime(
         compute=ComputeTable(segmented, compiled.model, weights, filled.memory, plan.step_shapes),
         hooks=hooks,
         torch_cuda=_torch_cuda(device, hooks),
+        recipes=recipes,
+        ignore=ignore,
     )
     return _checked(runtime, certificate, agreed, filled, opening.why_no_rejoin)
 
@@ -167,6 +173,7 @@ def _fill(
     else:
         welcome.check_checksums(checksums)
         control = ControlTable.join(group, digest, [record.page for record in welcome.records])
+        control.mine.set_epoch(welcome.epoch)
         peers = welcome.records
     transport = opening.connect(layout, memory.shards, memory.slots, checksums, peers)
     return _Filled(memory, checksums, control, transport)

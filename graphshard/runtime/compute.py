@@ -20,7 +20,7 @@ from graphshard.core.lowering import Compute
 from graphshard.core.plan import Plan
 from graphshard.core.specs import ModelSpec, StepShape
 from graphshard.runtime.arena import Arena
-from graphshard.runtime.memory import RuntimeMemory
+from graphshard.runtime.memory import BufferRow, RuntimeMemory
 from graphshard.runtime.model import Segment, SegmentedModel, StepState
 from graphshard.runtime.record import Tape, record
 
@@ -86,6 +86,15 @@ class ComputeTable:
     def state(self, shape: StepShape) -> StepState:
         """The state of steps of `shape`."""
         return self._states[shape]
+
+    def rows(self) -> tuple[BufferRow, ...]:
+        """What segments and recorded temporaries use, as they are now."""
+        found = {
+            name: BufferRow.of(name, role, tensor)
+            for state in self._states.values()
+            for name, role, tensor in state.tensors()
+        }
+        return (*found.values(), *self._arena.rows())
 
     def eager(self, shape: StepShape, computes: Sequence[Compute]) -> Calls:
         """Calls that run the segments themselves."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,11 +19,11 @@ from torch import Tensor
 from graphshard._core import Memory
 from graphshard.comm.transport import WindowUse
 from graphshard.core.errors import DeviceError, SpecError
-from graphshard.core.layout import Layout, WeightView
+from graphshard.core.layout import Layout, UnitLayout, WeightView
 from graphshard.core.sizes import align_up
 from graphshard.core.specs import BufferRole, BufferSpec, StepShape
 from graphshard.device.base import Device
-from graphshard.runtime.device_bytes import device_bytes, writing_bytes
+from graphshard.runtime.device_bytes import device_bytes, read_bytes, writing_bytes
 
 BUFFER_ALIGNMENT_BYTES = 256
 
@@ -35,6 +36,16 @@ class BufferRow:
     role: str
     address: int
     num_bytes: int
+    dtype: str = "uint8"
+    shape: tuple[int, ...] = ()
+    strides: tuple[int, ...] = ()
+
+    @staticmethod
+    def of(name: str, role: str, tensor: Tensor) -> BufferRow:
+        """The row of a tensor."""
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        shape, strides = tuple(tensor.shape), tuple(tensor.stride())
+        return BufferRow(name, role, tensor.data_ptr(), tensor.numel() * tensor.element_size(), dtype, shape, strides)
 
 
 class NamedBuffers(dict[str, Tensor]):
@@ -109,6 +120,21 @@ class RuntimeMemory:
     def private(self, view: WeightView, slot: int | None) -> Tensor:
         """A copy of the weight `view` that lies in `slot` (None: resident)."""
         return private_weight(self._resident_bytes if slot is None else self.slot(slot), view)
+
+    def writing(
+        self, area: Literal["shards", "resident"], begin: int, num_bytes: int
+    ) -> AbstractContextManager[memoryview]:
+        """`num_bytes` of this rank's chunks, or of its resident weights, to be written in the block: for updates."""
+        memory = self._shard_bytes if area == "shards" else self._resident_bytes
+        return writing_bytes(memory[begin : begin + num_bytes])
+
+    def chunk(self, unit: UnitLayout) -> memoryview:
+        """This rank's chunk of `unit`, as it is now, on the host."""
+        return read_bytes(self._shard_bytes[unit.chunk_offset : unit.chunk_offset + unit.chunk_bytes])
+
+    def resident_bytes(self, view: WeightView) -> memoryview:
+        """The bytes of the resident weight `view`, as they are now, on the host."""
+        return read_bytes(self._resident_bytes[view.offset : view.offset + view.num_bytes])
 
     def writing_resident(self, view: WeightView) -> AbstractContextManager[memoryview]:
         """The bytes of the resident weight `view`, to be written in the block: for the loader only."""

@@ -6,7 +6,7 @@ weights through its state, writes its results into buffers that the model declar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -60,6 +60,14 @@ class StepState:
             return self._buffers[name]
         except KeyError:
             raise ProgramError(f"no buffer {name!r} was declared; known: {', '.join(self._buffers)}") from None
+
+    def tensors(self) -> Iterator[tuple[str, str, Tensor]]:
+        """All that segments of this step shape see: (name, `weight` or `buffer`, tensor)."""
+        for path, weights in self._weights.items():
+            for name, tensor in weights.items():
+                yield f"{path}:{name}", "weight", tensor
+        for name, tensor in self._buffers.items():
+            yield f"{self.shape}:{name}", "buffer", tensor
 
     def run(self, segments: Sequence[Segment]) -> None:
         """Run `segments` in order, each allowed to see what it declared."""

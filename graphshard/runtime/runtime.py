@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import TracebackType
 
@@ -25,6 +25,7 @@ from graphshard.comm.group import Group
 from graphshard.comm.transport import Transport
 from graphshard.core.errors import DeviceError, GraphshardError, SpecError
 from graphshard.core.specs import BufferRole, StepShape
+from graphshard.load.recipe import Recipes
 from graphshard.runtime.admission import Admission
 from graphshard.runtime.bind import BoundProgram, Hooks, gathers_text
 from graphshard.runtime.binding import leave_behind
@@ -37,14 +38,14 @@ from graphshard.runtime.cuda.torch_cuda import TorchCuda
 from graphshard.runtime.cuda.watchdog import Watchdog
 from graphshard.runtime.graphs import Captured, HostCaptured, StepGraph
 from graphshard.runtime.loop import StepLoop, StepObserver, StepPieces, StepTurn
-from graphshard.runtime.memory import BufferRow, RuntimeMemory
+from graphshard.runtime.memory import RuntimeMemory
 from graphshard.runtime.model import StepState
-from graphshard.runtime.stepping import Stepping
+from graphshard.runtime.update.updating import Updating
 
 _log = logging.getLogger("graphshard")
 
 
-class Runtime(Stepping):
+class Runtime(Updating):
     """One rank's runtime. Built by `graphshard.compile`; close it, or use it as a context manager."""
 
     def __init__(
@@ -60,8 +61,10 @@ class Runtime(Stepping):
         compute: ComputeTable,
         hooks: Hooks,
         torch_cuda: TorchCuda | None = None,
+        recipes: Recipes | None = None,
+        ignore: Sequence[str] = (),
     ) -> None:
-        """With `torch_cuda` compute is torch's on a GPU; else it is the host's."""
+        """With `torch_cuda` compute is torch's on a GPU; else it is the host's. `recipes`, `ignore`: for updates."""
         super().__init__(
             compiled,
             rank=group.rank,
@@ -71,7 +74,7 @@ class Runtime(Stepping):
             alignment=alignment,
             hooks=hooks,
         )
-        self.group = group
+        self.group, self.recipes, self.ignore = group, dict(recipes or {}), tuple(ignore)
         self._control, self._compute = control, compute
         self.turn = StepTurn(self.timeout_s)
         if torch_cuda is not None:
@@ -123,6 +126,8 @@ class Runtime(Stepping):
             self.turn.wait_until_free()
             if self._generations != self._transport.generations():
                 self._bind_again()
+            if self.moved():
+                self.close_graphs()
             asked = sorted(map(self._known, shapes or self.programs), reverse=True)
             due = [shape for shape in asked if shape not in self._graphs or self._graphs[shape].is_closed]
             self._alignment.check("a capture")
@@ -134,6 +139,7 @@ class Runtime(Stepping):
                 else:
                     capture = partial(self._capture_on_host, shape, self.recorded(shape, bound))
                 self._graphs[shape] = StepGraph(self, shape, bound, capture)
+            self.note_visible()
 
     def recorded(self, shape: StepShape, bound: BoundProgram) -> Calls:
         """What the segments of a step of `shape` do, recorded over the weights that they read. With the lock held.
@@ -315,11 +321,6 @@ class Runtime(Stepping):
         self.check_open()
         return self._memory
 
-    def buffer_table(self) -> tuple[BufferRow, ...]:
-        """Everything a captured graph can see: name, role, address and bytes. Equal before and after any step."""
-        self.check_open()
-        return self._memory.buffer_table()
-
     # --- the end ---
 
     def close(self) -> None:
@@ -383,10 +384,7 @@ class Runtime(Stepping):
 
     def _bind_again(self) -> None:
         """Bind to the windows as they are mapped now; what was captured over other mappings is closed."""
-        for graph in self._graphs.values():
-            graph.close()
-        self._graphs.clear()
-        self._eager.clear()
+        self.close_graphs()
         self._slots.rebind()
         self._bind()
         self.check_gathers()

@@ -147,9 +147,9 @@ def test_who_may_not_come_in_is_told_why(tmp_path: Path) -> None:
                 come_back_lying,
                 "model",
             ): 'CommError: certificates differ: model is "digest=mini" on ranks 0 2, "digest=other" on',
-            (come_back_lying, "bytes"): "LoadError: rank 1 loaded other bytes of units 0 1 2 3 4 than before it ended",
+            (come_back_lying, "bytes"): "LoadError: rank 1 loaded other bytes of units 0 1 2 3 4 than the others know of",
             (announce_unchecked, "model"): "CommError: rank 1 has certificate ",
-            (announce_unchecked, "bytes"): "CommError: rank 1 loaded other bytes than before it ended: use the same",
+            (announce_unchecked, "bytes"): "CommError: rank 1 loaded other bytes than it must have: use the checkpoint",
         }
         for (function, lie), words in refusals.items():
             arguments = [str(tmp_path), name, 1, lie]

@@ -18,10 +18,11 @@ def whole_weight(runtime: Runtime, name: str) -> Tensor:
 
     Raises:
         ProgramError: a step of this thread is open, or the runtime is closed.
+        CommError: the weights are of no version, since an update did not end.
     """
     layout = runtime.layout
     with runtime.turn.lock:
-        runtime.check_open()
+        runtime.check_weights()
         runtime.turn.wait_until_free()
         for view in layout.resident:
             if view.weight == name:

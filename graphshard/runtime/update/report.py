@@ -1,0 +1,43 @@
+"""What an update did on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from graphshard.core.sizes import format_bytes
+
+
+@dataclass(frozen=True)
+class UpdateReport:
+    """One rank's part of an update that all ranks have ended well."""
+
+    epoch: int
+    """The version of the weights from now on."""
+    updated: tuple[str, ...]
+    """The weights that were written, each once."""
+    kept: tuple[str, ...]
+    """The weights that keep their bytes: not in `only`, or in `keep`."""
+    num_tensors: int
+    """Tensors that were given, and used."""
+    staged_bytes: int
+    """Host memory that held what this rank writes: pieces of its chunks, and resident weights."""
+    peak_bytes: int
+    """The most that was held at one time: staged bytes, and tensors of recipes that still waited for others."""
+    written_bytes: int
+    """Bytes written into shards and resident memory; equal to `staged_bytes`."""
+    seconds: Mapping[str, float]
+    """How long each stage took: `staging` beside steps, the others while none runs."""
+
+    @property
+    def pause_s(self) -> float:
+        """How long no step could run."""
+        return sum(seconds for stage, seconds in self.seconds.items() if stage != "staging")
+
+    def text(self) -> str:
+        """`epoch 4: 12 weights of 14 tensors ...`, one line."""
+        return (
+            f"epoch {self.epoch}: {len(self.updated)} weights of {self.num_tensors} tensors, {len(self.kept)} kept; "
+            f"staged {format_bytes(self.staged_bytes)}, at most {format_bytes(self.peak_bytes)} at one time, "
+            f"in {self.seconds.get('staging', 0.0):.2f} s beside steps; paused {self.pause_s:.3f} s\n"
+        )
