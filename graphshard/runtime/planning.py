@@ -1,0 +1,66 @@
+"""What a caller asks for becomes a compiled plan: a choice by name or a finished plan, limits, figures of a machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from graphshard.comm.group import LONGEST_TIMEOUT_S, Group
+from graphshard.core.errors import SpecError
+from graphshard.core.plan import Plan
+from graphshard.core.specs import ModelSpec, StepShape
+from graphshard.cost.auto_plan import auto_plan, read_figures
+from graphshard.cost.hardware import HardwareSpec
+from graphshard.runtime.bind import Hooks
+from graphshard.runtime.build import Agreed
+from graphshard.runtime.compiled import Compiled, compile_plan
+from graphshard.schedule.auto import make_plan
+
+PlanChoice = Plan | Literal["auto", "replicated"]
+Hardware = HardwareSpec | str | Path | None
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """How a plan is made: see `graphshard.compile`."""
+
+    plan: PlanChoice = "auto"
+    choices: Mapping[str, Any] | None = None
+    """Options of `make_plan` that were asked for."""
+    hardware: Hardware = None
+    shapes: Sequence[StepShape] = ()
+    defaults: Mapping[str, Any] | None = None
+    """Options that hold wherever they were not asked for."""
+
+
+def compile_request(model: ModelSpec, group: Group, agreed: Agreed, request: PlanRequest) -> Compiled:
+    """The plan that `request` comes to, compiled. Local.
+
+    Raises:
+        SpecError: an unknown plan or option, or choices beside a finished plan.
+        ProgramError: the verifier found a race.
+    """
+    plan, choices = request.plan, dict(request.choices or {})
+    if isinstance(plan, Plan):
+        if choices:
+            raise SpecError(f"{', '.join(choices)} cannot be chosen beside a finished plan: make_plan takes them")
+        return compile_plan(model, plan)
+    if plan not in ("auto", "replicated"):
+        raise SpecError(f"unknown plan {plan!r}; known: auto, replicated, or a graphshard.Plan")
+    shapes, device = list(request.shapes) or [StepShape(1)], agreed.spec
+    if plan == "replicated":
+        made = make_plan(model, group.world_size, device, replicated=True, step_shapes=shapes, **choices)
+    else:
+        figures = read_figures(request.hardware)
+        made = auto_plan(model, group.world_size, device, figures, shapes, choices, request.defaults)
+    return compile_plan(model, made)
+
+
+def limits_of(timeout_s: float, hooks: Hooks | None, progress: bool) -> dict[str, Any]:
+    """What `build_runtime` takes beside the plan. SpecError for a timeout that is none."""
+    if not 0 < timeout_s <= LONGEST_TIMEOUT_S:
+        longest = f"{LONGEST_TIMEOUT_S:.0f} (a day)"
+        raise SpecError(f"timeout_s={timeout_s} is not a time to wait: give seconds above 0, at most {longest}")
+    return {"timeout_s": timeout_s, "hooks": hooks or Hooks(), "progress": progress}
