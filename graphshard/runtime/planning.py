@@ -9,14 +9,21 @@ from typing import Any, Literal
 
 from graphshard.comm.group import LONGEST_TIMEOUT_S, Group
 from graphshard.core.errors import SpecError
+from graphshard.core.layout import build_layout
 from graphshard.core.plan import Plan
 from graphshard.core.specs import ModelSpec, StepShape
 from graphshard.cost.auto_plan import auto_plan, read_figures
 from graphshard.cost.hardware import HardwareSpec
+from graphshard.load.shard_manifest import ShardManifest
 from graphshard.runtime.bind import Hooks
 from graphshard.runtime.build import Agreed
 from graphshard.runtime.compiled import Compiled, compile_plan
 from graphshard.schedule.auto import make_plan
+
+_PLACING = frozenset(
+    {"units", "include", "exclude", "min_shard_bytes", "outside_layers", "placed", "alignment_bytes", "replicated"}
+)
+"""Choices that say where bytes lie: who makes one does not want that of shard files."""
 
 PlanChoice = Plan | Literal["auto", "replicated"]
 Hardware = HardwareSpec | str | Path | None
@@ -33,6 +40,8 @@ class PlanRequest:
     shapes: Sequence[StepShape] = ()
     defaults: Mapping[str, Any] | None = None
     """Options that hold wherever they were not asked for."""
+    saved: ShardManifest | None = None
+    """Of the shard files that will be loaded: where bytes lie, unless a choice says otherwise."""
 
 
 def compile_request(model: ModelSpec, group: Group, agreed: Agreed, request: PlanRequest) -> Compiled:
@@ -55,6 +64,10 @@ def compile_request(model: ModelSpec, group: Group, agreed: Agreed, request: Pla
     else:
         figures = read_figures(request.hardware)
         made = auto_plan(model, group.world_size, device, figures, shapes, choices, request.defaults)
+        saved = request.saved
+        if saved is not None and not _PLACING & set(choices) and not saved.has_layout(build_layout(model, made)):
+            as_saved = {"placed": saved.units, "alignment_bytes": saved.alignment_bytes}
+            made = auto_plan(model, group.world_size, device, figures, shapes, choices | as_saved)
     return compile_plan(model, made)
 
 

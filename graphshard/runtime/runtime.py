@@ -40,12 +40,13 @@ from graphshard.runtime.graphs import Captured, HostCaptured, StepGraph
 from graphshard.runtime.loop import StepLoop, StepObserver, StepPieces, StepTurn
 from graphshard.runtime.memory import RuntimeMemory
 from graphshard.runtime.model import StepState
+from graphshard.runtime.saving import Saving
 from graphshard.runtime.update.updating import Updating
 
 _log = logging.getLogger("graphshard")
 
 
-class Runtime(Updating):
+class Runtime(Updating, Saving):
     """One rank's runtime. Built by `graphshard.compile`; close it, or use it as a context manager."""
 
     def __init__(
