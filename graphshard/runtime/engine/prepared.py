@@ -1,0 +1,270 @@
+"""`prepare`: a module is loaded by a server's own loaders, keeps this rank's rows only, and is then sharded.
+
+    prepare     weights that may be sharded show their full shape and have no memory to speak of
+    load        loaders take whole tensors; a weight whose parts are all there shows this rank's rows
+    processing  the server's own, on these rows: dtype and row bytes may change
+    finalize    a plan from what stands there, redistribution into chunks, `Attached`
+
+No rank holds a whole sharded weight at any time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from graphshard.comm.group import Group
+from graphshard.comm.rejoin import Newcomer
+from graphshard.core.counts import counted, some_of
+from graphshard.core.errors import GraphshardError, ProgramError, SpecError
+from graphshard.core.plan import Plan
+from graphshard.core.sizes import format_bytes
+from graphshard.device.base import Device
+from graphshard.runtime.attach.attached import Attached
+from graphshard.runtime.attach.layers import LayerStack, find_layers
+from graphshard.runtime.attach.spec import ModuleSegments
+from graphshard.runtime.bind import Hooks
+from graphshard.runtime.build import Agreed, agree_on_device, build_runtime
+from graphshard.runtime.compiled import Compiled
+from graphshard.runtime.engine.amax import AmaxPer, combined_amax
+from graphshard.runtime.engine.cut import ShardId
+from graphshard.runtime.engine.filler import RowFiller
+from graphshard.runtime.engine.ledger import Ledger
+from graphshard.runtime.engine.materialise import materialise, refuse_lost_buffers
+from graphshard.runtime.engine.rows import RowSlice
+from graphshard.runtime.engine.standing import Standing, refuse_differing, refuse_unlike, standing_of
+from graphshard.runtime.engine.stock import RowRules, Stock, take_stock
+from graphshard.runtime.planning import Hardware, PlanChoice, PlanRequest, compile_request, limits_of
+from graphshard.runtime.runtime import Runtime
+
+
+class Prepared:
+    """A module between `prepare` and `finalize`. Made by `graphshard.prepare`.
+
+    `load` is local, and so are the weight loaders that it gave to parameters; `combined_amax` and `finalize` are
+    collective.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        group: Group,
+        device: Device,
+        stack: LayerStack,
+        rules: RowRules,
+        stock: Stock,
+    ) -> None:
+        """Change the module; its ranks agreed on `stock`."""
+        self.module, self.group = module, group
+        self._device, self._stack, self._rules = device, stack, rules
+        unwritten = materialise(module, [stock.spec.parameters[name] for name in stock.rows])
+        self._ledger = Ledger(module, stock, unwritten, group.rank, device)
+        self._before = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        self._failure: GraphshardError | None = None
+        self._rows: Mapping[str, RowSlice] = self._ledger.rows
+        self._attached: Attached | None = None
+        self._is_over = ""
+        self._guards = [layer.register_forward_pre_hook(self._refuse_call) for layer in stack.layers]
+        for name, parameter in self._ledger.loads_by_parts().items():
+            parameter.weight_loader = self._loader_of(name)  # type: ignore[attr-defined]
+
+    @property
+    def rows(self) -> Mapping[str, tuple[int, int]]:
+        """The weights that are kept by rows, and which `[begin, end)` this rank keeps."""
+        return {name: (row.begin, row.end) for name, row in self._ledger.rows.items()}
+
+    def full_shape(self, name: str) -> tuple[int, ...]:
+        """The shape of the whole weight, for whoever picks kernels, after loading too.
+
+        Raises:
+            SpecError: no weight is kept by rows under this name.
+        """
+        return self._row(name).spec.shape
+
+    def load(self, name: str, tensor: Tensor, shard_id: ShardId | None = None) -> None:
+        """Load a whole tensor as the parameter or buffer `name`, or as its part `shard_id`; local.
+
+        Of a weight that is kept by rows only this rank's are copied, and no more of `tensor` is read.
+
+        Raises:
+            LoadError: an unknown name or part, another shape or dtype, or it was loaded before. All ranks hear of it
+                in `finalize`.
+            ProgramError: the parameter was replaced before it was loaded; or it is too late.
+        """
+        if self._is_over:
+            raise ProgramError(f"weight {name} cannot be loaded: {self._is_over}; {_UPDATE}")
+        try:
+            self._ledger.load(name, tensor, shard_id)
+        except GraphshardError as error:
+            self._failure = self._failure or error
+            raise
+
+    def combined_amax(self, name: str, per: AmaxPer = "tensor", shard_id: ShardId | None = None) -> Tensor:
+        """The largest magnitudes of the weight `name` as it stands, float32 (collective).
+
+        Args:
+            name: a weight by rows, all of which is loaded.
+            per: "tensor": one number, [1], the same on every rank, of the whole weight; "channel": one for each of this
+                rank's rows, [rows].
+            shard_id: only of this part of a merged weight.
+
+        Raises:
+            LoadError: a value is infinite or NaN, or the weight is not all there; on every rank.
+        """
+        return combined_amax(self._row(name), per, shard_id, self.group)
+
+    def finalize(
+        self,
+        *,
+        plan: PlanChoice = "auto",
+        check: bool = False,
+        own_loop: bool = False,
+        hardware: Hardware = None,
+        timeout_s: float = 30.0,
+        hooks: Hooks | None = None,
+        progress: bool = False,
+        **choices: Any,
+    ) -> Attached:
+        """Shard what stands in the module now (collective); rows are given back weight by weight.
+
+        Arguments are those of `graphshard.attach`. What `prepare` was told to include, to exclude and to call small
+        holds here too, unless `choices` or a finished plan say otherwise.
+
+        Raises:
+            LoadError: a weight was not loaded, or not all of it, or a loader failed before.
+            ProgramError: what stands under a weight's name are no longer its rows.
+            SpecError: ranks processed their rows unlike each other. All errors are the same on every rank.
+        """
+        if self._is_over:
+            raise ProgramError(f"finalize() was called again: {self._is_over}")
+        limits = limits_of(timeout_s, hooks, progress)
+        defaults = {} if isinstance(plan, Plan) or plan == "replicated" else self._rules.plan_choices()
+        request = PlanRequest(plan, {**defaults, **choices}, hardware, defaults={"units": "layer"})
+        with agree_on_device(self.group, self._device) as agreed, torch.inference_mode(False):
+            standing = self.group.agree("finalize", self._look)
+            refuse_unlike(self.group, "finalize", standing.text())
+            refuse_differing(self.group, standing.new)
+            model = standing.spec.model
+            compiled = self.group.agree("plan", lambda: compile_request(model, self.group, agreed, request))
+            runtime = self._build(standing, compiled, agreed, limits)
+            return self._attach(standing, runtime, check, own_loop)
+
+    @property
+    def freed_bytes(self) -> int:
+        """The bytes of rows that `finalize` gave back, measured: of storages that are gone."""
+        return sum(row.released_bytes for row in self._rows.values() if row.is_freed)
+
+    @property
+    def held_bytes(self) -> int:
+        """The bytes of rows that `finalize` gave up and somebody else still holds."""
+        return sum(row.released_bytes for row in self._rows.values() if not row.is_freed)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that lay beside chunks, slots and resident weights in `finalize`: rows, and a temporary window."""
+        return 0 if self._attached is None else self._attached.runtime.load_report.temporary_bytes
+
+    # --- inside ---
+
+    def _row(self, name: str) -> RowSlice:
+        found = self._rows.get(name)
+        if found is None:
+            raise SpecError(f"weight {name!r} is not kept by rows; those are {some_of(list(self._rows)) or 'none'}")
+        return found
+
+    def _look(self) -> Standing:
+        """What stands in the module, if all of it was loaded. Changes nothing."""
+        if self._failure is not None:
+            raise self._failure
+        self._ledger.refuse_incomplete()
+        rank, device = self.group.rank, self._device
+        return standing_of(self.module, self._stack, self._ledger.rows, self._before, self._rules, rank, device)
+
+    def _build(self, standing: Standing, compiled: Compiled, agreed: Agreed, limits: Mapping[str, Any]) -> Runtime:
+        self._rows = standing.rows
+        filler = RowFiller(standing.rows, standing.spec.parameters, self._device, self.group)
+        segments = ModuleSegments(standing.spec.model)
+        try:
+            return build_runtime(compiled, segments, filler, self.group, self._device, agreed=agreed, **limits)
+        except GraphshardError as error:
+            if not filler.num_released:
+                raise
+            self._is_over = f"{counted(filler.num_released, 'weight')} of the module are gone, as finalize() failed"
+            raise type(error)(f"{error}. {self._is_over}: prepare and load it again") from error
+
+    def _attach(self, standing: Standing, runtime: Runtime, check: bool, own_loop: bool) -> Attached:
+        for guard in self._guards:
+            guard.remove()
+        self._is_over = "the module was finalized"
+        notes = [self._ledger.text(), *self._memory_notes(runtime)]
+        attached = Attached(
+            self.module,
+            self._stack,
+            standing.spec,
+            runtime,
+            check=check,
+            own_loop=own_loop,
+            since="finalize()",
+            notes=notes,
+        )
+        self._attached = attached
+        return attached
+
+    def _memory_notes(self, runtime: Runtime) -> list[str]:
+        held = [name for name, row in self._rows.items() if not row.is_freed]
+        lines = [
+            f"rows redistributed: {format_bytes(self.freed_bytes)} freed on this rank; at most "
+            f"{format_bytes(runtime.load_report.temporary_bytes)} lay beside chunks, slots and resident weights"
+        ]
+        if held:
+            lines.append(f"{format_bytes(self.held_bytes)} of rows are still held by somebody: {some_of(held)}")
+        return lines
+
+    def _loader_of(self, name: str) -> Callable[..., None]:
+        """What a server's loading code calls; the parameter that it hands over is not looked at."""
+
+        def weight_loader(param: Tensor, loaded_weight: Tensor, shard_id: ShardId | None = None) -> None:
+            self.load(name, loaded_weight, shard_id)
+
+        return weight_loader
+
+    def _refuse_call(self, layer: nn.Module, arguments: object) -> None:
+        raise ProgramError(
+            f"{type(layer).__name__} was called before finalize(): its weights are placeholders, or this rank's rows "
+            "alone; finalize the module first"
+        )
+
+
+_UPDATE = "Runtime.update brings new weights, and detach() gives the module whole parameters again"
+
+
+def prepare_module(
+    module: nn.Module,
+    group: Group,
+    device: Device,
+    *,
+    layers: str | None,
+    order: Sequence[int] | None,
+    rules: RowRules,
+) -> Prepared:
+    """See `graphshard.prepare` (collective). Nothing is changed until all ranks agree."""
+    if isinstance(group, Newcomer):
+        raise SpecError(
+            "a rank that came back cannot prepare a module: its peers hold chunks, not rows. Load the whole module and "
+            "attach it, or compile from a checkpoint"
+        )
+    stack, stock = group.agree("prepare", lambda: _take_stock(module, layers, order, rules, group.world_size))
+    refuse_unlike(group, "prepare", stock.text())
+    with torch.inference_mode(False):
+        return group.agree("placeholders", lambda: Prepared(module, group, device, stack, rules, stock))
+
+
+def _take_stock(
+    module: nn.Module, layers: str | None, order: Sequence[int] | None, rules: RowRules, world_size: int
+) -> tuple[LayerStack, Stock]:
+    refuse_lost_buffers(module)
+    stack = find_layers(module, layers, order)
+    return stack, take_stock(module, stack, rules, world_size)
