@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor, nn
 
-from graphshard.comm.group import LONGEST_TIMEOUT_S, Group
-from graphshard.core.errors import DeviceError, SpecError
-from graphshard.core.plan import Plan
-from graphshard.core.specs import ModelSpec, StepShape
-from graphshard.cost.auto_plan import auto_plan, read_figures
-from graphshard.cost.hardware import HardwareSpec
+from graphshard.comm.group import Group
+from graphshard.core.errors import DeviceError
+from graphshard.core.specs import StepShape
 from graphshard.device import Device, open_device
+from graphshard.load.recipe import Recipes
 from graphshard.runtime.attach import Attached, attach_module
 from graphshard.runtime.bind import Hooks
-from graphshard.runtime.build import Agreed, agree_on_device, build_runtime
-from graphshard.runtime.compiled import Compiled, compile_plan
+from graphshard.runtime.build import agree_on_device, build_runtime
+from graphshard.runtime.engine import Blocks, Prepared, RowRules, prepare_module
 from graphshard.runtime.model import SegmentedModel
+from graphshard.runtime.planning import Hardware, PlanChoice, PlanRequest, compile_request, limits_of
 from graphshard.runtime.runtime import Runtime
-from graphshard.runtime.weights.fill import SourceFiller
+from graphshard.runtime.weights.fill import Filler, OnLoad, SourceFiller
 from graphshard.runtime.weights.recipe_source import RecipeSource, open_store
-from graphshard.schedule.auto import make_plan
-
-PlanChoice = Plan | Literal["auto", "replicated"]
-Hardware = HardwareSpec | str | Path | None
+from graphshard.runtime.weights.shard_filler import ShardFiller, open_shards
+from graphshard.schedule.units import DEFAULT_MIN_SHARD_BYTES
 
 
 def compile(  # the field's verb, as in torch.compile; always used as graphshard.compile
@@ -35,7 +32,9 @@ def compile(  # the field's verb, as in torch.compile; always used as graphshard
     group: Group,
     *,
     checkpoint: str | Path | Mapping[str, Tensor],
+    recipes: Recipes | None = None,
     ignore: Sequence[str] = (),
+    on_load: OnLoad | None = None,
     plan: PlanChoice = "auto",
     capture_sizes: Sequence[int | tuple[int, int]] = (1,),
     device: str | Device = "host",
@@ -52,10 +51,13 @@ def compile(  # the field's verb, as in torch.compile; always used as graphshard
     Args:
         model: a model cut into segments, e.g. `graphshard.models.llama.Llama`.
         group: the ranks that share one copy of the weights.
-        checkpoint: a safetensors file or folder, or tensors by weight name.
+        checkpoint: a safetensors file or folder, or tensors by weight name; or a folder that `Runtime.save_shards` of
+            as many ranks wrote, which holds finished weights.
+        recipes: how weights are made of the checkpoint's tensors, where one is not the tensor of its own name.
         ignore: patterns (`*`, `?`, `[a-z]`) of the checkpoint's tensors that no weight is made of; others are an error.
-        plan: "auto" decides before anything is measured; "replicated" shards nothing (the same segments, the same
-            memory rules: the yardstick); or a Plan.
+        on_load: told, a few times a second, of the bytes that this rank has loaded and of all that it is to load.
+        plan: "auto" decides before anything is measured (of shard files it keeps the units, where no choice says
+            others); "replicated" shards nothing (the same segments, the same memory rules: the yardstick); or a Plan.
         capture_sizes: batch sizes, or (batch_size, tokens_per_sequence), to capture; () captures nothing yet.
         device: "host", or an open device.
         hardware: figures for "auto", by published name or `graphshard calibrate`'s file; None: a GPU's by its name.
@@ -67,14 +69,25 @@ def compile(  # the field's verb, as in torch.compile; always used as graphshard
     Raises:
         SpecError, ProgramError, LoadError, CommError, DeviceError: see each class; on every rank alike.
     """
-    limits = _limits(timeout_s, hooks, progress)
+    limits = limits_of(timeout_s, hooks, progress)
     device = _opened(device, group)
     shapes = [StepShape(*size) if isinstance(size, tuple) else StepShape(size) for size in capture_sizes]
     with agree_on_device(group, device) as agreed:
-        compiled = group.agree("plan", lambda: _compile(model.spec(), group, agreed, plan, shapes, choices, hardware))
-        with closing(group.agree("checkpoint", lambda: open_store(checkpoint, compiled.model))) as store:
-            filler = SourceFiller(RecipeSource(store, ignore=ignore))
-            runtime = build_runtime(compiled, model, filler, group, device, agreed=agreed, **limits)
+        shards = open_shards(group, checkpoint, model.spec)
+        saved = None if shards is None else shards.manifest
+        request = PlanRequest(plan, choices, hardware, shapes, saved=saved)
+        compiled = group.agree("plan", lambda: compile_request(model.spec(), group, agreed, request))
+        with ExitStack() as stack:
+            filler: Filler
+            if shards is not None:
+                filler = stack.enter_context(closing(ShardFiller(shards)))
+            else:
+                store = stack.enter_context(
+                    closing(group.agree("checkpoint", lambda: open_store(checkpoint, compiled.model)))
+                )
+                filler = SourceFiller(RecipeSource(store, recipes, ignore), on_load)
+            epoch = 0 if saved is None else saved.epoch
+            runtime = build_runtime(compiled, model, filler, group, device, agreed=agreed, epoch=epoch, **limits)
     return _captured(runtime, shapes)
 
 
@@ -114,13 +127,14 @@ def attach(
     Raises:
         SpecError: the module cannot be attached: on all ranks, before it is changed. Other errors as in `compile`.
     """
-    limits, device = _limits(timeout_s, hooks, progress), _attachable(_opened(device, group))
+    limits, device = limits_of(timeout_s, hooks, progress), _attachable(_opened(device, group))
+    request = PlanRequest(plan, choices, hardware, defaults={"units": "layer"})
     with agree_on_device(group, device) as agreed:
         return attach_module(
             module,
             group,
             device,
-            lambda model: _compile(model, group, agreed, plan, [], choices, hardware, {"units": "layer"}),
+            lambda model: compile_request(model, group, agreed, request),
             agreed=agreed,
             layers=layers,
             order=order,
@@ -130,11 +144,49 @@ def attach(
         )
 
 
-def _limits(timeout_s: float, hooks: Hooks | None, progress: bool) -> dict[str, Any]:
-    if not 0 < timeout_s <= LONGEST_TIMEOUT_S:
-        longest = f"{LONGEST_TIMEOUT_S:.0f} (a day)"
-        raise SpecError(f"timeout_s={timeout_s} is not a time to wait: give seconds above 0, at most {longest}")
-    return {"timeout_s": timeout_s, "hooks": hooks or Hooks(), "progress": progress}
+def prepare(
+    module: nn.Module,
+    group: Group,
+    *,
+    layers: str | None = None,
+    order: Sequence[int] | None = None,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    min_shard_bytes: int = DEFAULT_MIN_SHARD_BYTES,
+    row_multiple: int | Mapping[str, int] = 1,
+    blocks: Mapping[str, Blocks] | None = None,
+    follow: Mapping[str, int] | None = None,
+    device: str | Device = "host",
+) -> Prepared:
+    """Let a server's own loaders fill `module`, of whose sharded weights no rank ever holds more than its rows.
+
+    Collective. Weights that may be sharded show their full shape and have no memory; what is on the meta device gets
+    some, if it stays whole. Load (`Prepared.load`, or `parameter.weight_loader(parameter, tensor, shard_id)`), let
+    post-load processing work on this rank's rows, then `Prepared.finalize`. Names are matched by patterns (`*`, `?`,
+    `[a-z]`); of several that match the first counts.
+
+    Args:
+        module: made on the meta device, or anywhere: what it holds of weights by rows is given up.
+        group: the ranks that share one copy of the weights.
+        layers: as in `attach`.
+        order: as in `attach`.
+        include: weights that are kept by rows, however small; all others stay whole.
+        exclude: weights that stay whole.
+        min_shard_bytes: smaller weights stay whole, as they are declared.
+        row_multiple: ranks part a weight between so many rows, such as 128 for block scales; or that by pattern.
+        blocks: by pattern, the rows of each part of a merged weight by shard id (`{"q": 4096, "k": 512, "v": 512}`), or
+            in order for shard ids 0, 1, ...
+        follow: by pattern, for parameters that have a row for each so many rows of the weight by rows beside them: 1
+            for scales of channels, 128 for those of blocks. They may come into being by post-load processing.
+        device: "host", or an open device.
+
+    Raises:
+        SpecError: on all ranks, before the module is changed.
+    """
+    named = (dict(blocks or {}), dict(follow or {}))
+    rules = RowRules(tuple(include), tuple(exclude), min_shard_bytes, row_multiple, *named)
+    device = _attachable(_opened(device, group))
+    return prepare_module(module, group, device, layers=layers, order=order, rules=rules)
 
 
 def _opened(device: str | Device, group: Group) -> Device:
@@ -162,27 +214,3 @@ def _captured(runtime: Runtime, shapes: Sequence[StepShape]) -> Runtime:
         runtime.close()
         raise
     return runtime
-
-
-def _compile(
-    model: ModelSpec,
-    group: Group,
-    agreed: Agreed,
-    plan: PlanChoice,
-    shapes: list[StepShape],
-    choices: dict[str, Any],
-    hardware: Hardware = None,
-    defaults: dict[str, Any] | None = None,
-) -> Compiled:
-    if isinstance(plan, Plan):
-        if choices:
-            raise SpecError(f"{', '.join(choices)} cannot be chosen beside a finished plan: make_plan takes them")
-        return compile_plan(model, plan)
-    if plan not in ("auto", "replicated"):
-        raise SpecError(f"unknown plan {plan!r}; known: auto, replicated, or a graphshard.Plan")
-    shapes, device = shapes or [StepShape(1)], agreed.spec
-    if plan == "replicated":
-        made = make_plan(model, group.world_size, device, replicated=True, step_shapes=shapes, **choices)
-    else:
-        made = auto_plan(model, group.world_size, device, read_figures(hardware), shapes, choices, defaults)
-    return compile_plan(model, made)

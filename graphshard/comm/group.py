@@ -13,11 +13,13 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from types import TracebackType
 from typing import TypeVar
 
 from graphshard.comm.mesh import Call, Mesh
 from graphshard.comm.process import ProcessId
+from graphshard.comm.pulses import Pulses
 from graphshard.comm.wire import Channel
 from graphshard.core import errors
 from graphshard.core.counts import which_ranks
@@ -106,9 +108,8 @@ class Group:
         if self._is_closed:
             raise CommError(f"{name}: this group ({self._path}) is closed on rank {self.rank}: make a new one")
         with self._lock:
-            self._seq += 1
-            peers = tuple(rank for rank in self._mesh_ranks if rank != self._mesh.rank)
-            call = Call(self._tag, self._seq, name, peers)
+            call = self._next_call(name)
+            self._seq = call.seq
             limit_s = self.timeout_s if timeout_s is None else timeout_s
             frames = self._mesh.exchange(call, payload, is_json, fds, limit_s)
         gathered: list[tuple[object, list[int]]] = []
@@ -123,15 +124,19 @@ class Group:
         """Return when every rank has come here."""
         self.all_gather(b"", name=name, timeout_s=timeout_s)
 
-    def agree(self, name: str, step: Callable[[], Value]) -> Value:
+    def agree(self, name: str, step: Callable[[], Value], *, progress: Callable[[], int] | None = None) -> Value:
         """Run a rank-local `step`; where it fails on one rank, all ranks raise that rank's message.
 
         The error has the class that the first failing rank raised if it is one of graphshard's, else CommError.
+
+        A step that may take longer than the group's limit gives `progress`, a number that grows while it works (asked
+        from another thread): the others then wait for this rank until nothing has grown for some limits.
         """
         failure: Exception | None = None
         value: Value | None = None
         try:
-            value = step()
+            with nullcontext() if progress is None else self._pulses(name, progress):
+                value = step()
         except Exception as error:
             failure = error
         outcome = None if failure is None else [type(failure).__name__, str(failure)]
@@ -143,6 +148,10 @@ class Group:
         if failed:
             raise _agreed_error(name, failed) from failure
         return value  # type: ignore[return-value]  # Value may be None itself
+
+    def why_hopeless(self, name: str) -> str | None:
+        """Why the next call, `name`, will fail: who gave up, closed or died. For steps that take long; never waits."""
+        return self._mesh.why_hopeless(self._next_call(name))
 
     def subgroup(self, ranks: Sequence[int]) -> Group | None:
         """The group of `ranks` (of this group), on the same sockets; None on a rank that is not among them.
@@ -171,6 +180,13 @@ class Group:
         self._is_closed = True
         if "/" not in self._path:
             self._mesh.close(reason)
+
+    def _next_call(self, name: str) -> Call:
+        peers = tuple(rank for rank in self._mesh_ranks if rank != self._mesh.rank)
+        return Call(self._tag, self._seq + 1, name, peers)
+
+    def _pulses(self, name: str, progress: Callable[[], int]) -> Pulses:
+        return Pulses(self._mesh, self._next_call(name), progress, self.timeout_s)
 
     def __enter__(self) -> Group:
         return self

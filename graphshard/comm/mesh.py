@@ -7,6 +7,10 @@ into the mailbox, the others sleep until it has something. Frames for calls that
 # Note [failure]
 A rank that gives up tells the group's other ranks why (`Kind.FAILED`), so that the first cause is what all of them
 raise. A group that failed once stays failed: its ranks no longer know which calls the others finished.
+
+# Note [patience]
+A rank whose part of a call takes long says so again and again (`Kind.BUSY`); whoever waits for it then waits on. It is
+given up when it has been silent for the limit: stopped, stuck, or dead, which the kernel tells at once.
 """
 
 from __future__ import annotations
@@ -56,6 +60,8 @@ class Mesh:
         self._mailbox: dict[MailboxKey, Frame] = {}
         self._failures: dict[int, str] = {}
         self._gone: dict[int, str] = {}
+        self._busy: dict[tuple[int, int], tuple[int, float]] = {}
+        """By group and peer: the last call for which it said that it is busy, and when that came."""
         self._finalizer = weakref.finalize(self, _release, self._channels, self._mailbox)
 
     def exchange(
@@ -73,12 +79,40 @@ class Mesh:
             posted = {peer: self._channels[peer].post(frame) for peer in call.peers}
             while waiting := self._waiting_for(call, posted):
                 self._raise_if_hopeless(call, waiting)
-                remaining = started + timeout_s - time.monotonic()
-                if remaining <= 0:
-                    self._fail(call, self._timeout_text(call, waiting, timeout_s))
+                deadlines = {peer: self._last_sign(call, peer, started) + timeout_s for peer in waiting}
+                now = time.monotonic()
+                late = [peer for peer in waiting if deadlines[peer] <= now]
+                if late:
+                    self._fail(call, self._timeout_text(call, waiting, late, started, timeout_s))
+                remaining = min(deadlines.values()) - now
                 if not self._pump(min(remaining, _SLICE_S)):
                     self._look_at_processes(waiting)
             return self._take(call)
+
+    def say_busy(self, call: Call) -> bool:
+        """Tell the peers of `call`, which is still to come, that this rank works on it; False if that is of no use."""
+        with self._changed:
+            if self._is_closed or os.getpid() != self._owner_pid or call.tag in self._failures:
+                return False
+            for peer in call.peers:
+                channel = self._channels[peer]
+                channel.flush()
+                if not channel.has_outgoing:  # else it has not read the last one yet
+                    channel.post(Frame(Kind.BUSY, call.tag, call.seq, call.name, b""))
+            return True
+
+    def why_hopeless(self, call: Call) -> str | None:
+        """Why `call`, which is still to come, will fail: who gave up, closed or died. Looks, and does not wait."""
+        with self._changed:
+            if self._is_closed:
+                return f"the group of rank {self.rank} is closed"
+            if not self._is_pumping:
+                self._pump(0)
+            self._look_at_processes(call.peers)
+            if call.tag in self._failures:
+                return self._failures[call.tag]
+            gone = [f"{self._who(peer)} {self._gone[peer]}" for peer in call.peers if peer in self._gone]
+            return f"{'; '.join(gone)} while rank {self.rank} was in {call.name}" if gone else None
 
     def check_usable(self, tag: int) -> None:
         """CommError if this mesh was closed, belongs to another process, or its group `tag` failed before."""
@@ -115,6 +149,8 @@ class Mesh:
         for frame in frames:
             if frame.kind is Kind.DATA:
                 self._mailbox[frame.tag, frame.seq, peer] = frame
+            elif frame.kind is Kind.BUSY:
+                self._busy[frame.tag, peer] = (frame.seq, time.monotonic())
             elif frame.kind is Kind.FAILED:
                 self._failures.setdefault(frame.tag, frame.payload.decode())
             else:
@@ -152,12 +188,21 @@ class Mesh:
             self._channels[peer].post(Frame(Kind.FAILED, call.tag, call.seq, call.name, told))
         raise CommError(text)
 
-    def _timeout_text(self, call: Call, waiting: Sequence[int], timeout_s: float) -> str:
+    def _last_sign(self, call: Call, peer: int, started: float) -> float:
+        """When `peer` last said that it works on `call`, or when the wait began; see Note [patience]."""
+        seq, heard = self._busy.get((call.tag, peer), (0, started))
+        return max(started, heard) if seq == call.seq else started
+
+    def _timeout_text(
+        self, call: Call, waiting: Sequence[int], late: Sequence[int], started: float, timeout_s: float
+    ) -> str:
         here = [peer for peer in call.peers if peer not in waiting]
         arrived = f"; {_ranks(here)} did" if here else ""
-        missing = ", ".join(self.describe(peer) for peer in waiting)
+        missing = ", ".join(self.describe(peer) for peer in late)
+        waited_s = time.monotonic() - started
+        silent = "" if waited_s < timeout_s + 1 else f" and said nothing for {timeout_s:.1f} s"
         return (
-            f"rank {self.rank} waited {timeout_s:.1f} s in {call}: {missing} did not arrive{arrived}. "
+            f"rank {self.rank} waited {waited_s:.1f} s in {call}: {missing} did not arrive{silent}{arrived}. "
             "See what they do, or raise timeout_s"
         )
 

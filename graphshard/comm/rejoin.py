@@ -135,9 +135,12 @@ class Newcomer(Group):
             "start all ranks anew for what they do together"
         )
 
-    def agree(self, name: str, step: Callable[[], Value]) -> Value:
+    def agree(self, name: str, step: Callable[[], Value], *, progress: Callable[[], int] | None = None) -> Value:
         """Run `step`, alone."""
         return step()
+
+    def why_hopeless(self, name: str) -> None:
+        """Nothing that others do makes a step hopeless that they have no part in."""
 
     def subgroup(self, ranks: Sequence[int]) -> Group | None:
         """Refused: see `all_gather`."""

@@ -31,6 +31,7 @@ class Kind(IntEnum):
     DATA = 1
     FAILED = 2  # the sender gave up on the group `tag`; the payload says why
     BYE = 3  # the sender closed
+    BUSY = 4  # the sender works on what it will send in this call
 
 
 @dataclass(slots=True)

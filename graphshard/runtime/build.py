@@ -75,6 +75,7 @@ def build_runtime(
     device: Device,
     *,
     agreed: Agreed | None = None,
+    epoch: int = 0,
     timeout_s: float,
     hooks: Hooks,
     progress: bool = False,
@@ -83,7 +84,8 @@ def build_runtime(
 ) -> Runtime:
     """Reserve, load, agree and bind on every rank of `group` (collective), or on one that came back.
 
-    Without `agreed` no rank can come back. With `progress` gathers of a collective transport write how far they are.
+    Without `agreed` no rank can come back. `epoch` is the version of the weights that `filler` brings.
+    With `progress` gathers of a collective transport write how far they are.
     `recipes` and `ignore` are what updates go by.
 
     Raises:
@@ -104,6 +106,8 @@ def build_runtime(
         filler.prepare(compiled, group)
         opening.start()
         filled = _fill(compiled, filler, group, device, buffers, opening, welcome)
+        if welcome is None:
+            filled.control.mine.set_epoch(epoch)
     weights = segment_weights(compiled.model, plan, compiled.layout, filled.memory)
     runtime = Runtime(
         compiled,
@@ -119,6 +123,7 @@ def build_runtime(
         recipes=recipes,
         ignore=ignore,
     )
+    runtime.load_report = filler.report
     return _checked(runtime, certificate, agreed, filled, opening.why_no_rejoin)
 
 

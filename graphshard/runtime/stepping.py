@@ -23,6 +23,7 @@ from graphshard.runtime.cuda.watchdog import Watchdog
 from graphshard.runtime.embedding import Embedding
 from graphshard.runtime.graphs import Captured
 from graphshard.runtime.loop import StepTurn
+from graphshard.runtime.weights.report import LoadReport
 
 
 def step_text(number: int, shape: StepShape, is_eager: bool) -> str:
@@ -34,6 +35,8 @@ class Stepping(Binding):
     """The base of `Runtime` that steps, whoever computes. `run`, `StepGraph` and `StepLoop` are made of this."""
 
     turn: StepTurn
+    load_report: LoadReport
+    """What loading did on this rank; set when it has been built."""
     launch_s = 0.0
     """How long the host was busy with handing the last step to the driver: with its ops, or with one graph launch."""
     handed_over_s = 0.0

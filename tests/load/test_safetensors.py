@@ -51,6 +51,8 @@ def test_reads_what_safetensors_writes(
     made = {}
     for i, (dtype, shape) in enumerate(tensors):
         wanted = getattr(torch, dtype)
+        if dtype == "float4_e2m1fn_x2" and not shape:
+            shape = [1]  # the library writes no packed pair without a dimension
         numel = int(torch.tensor(shape).prod()) if shape else 1
         raw = torch.randint(0, 2 if dtype == "bool" else 256, (numel * wanted.itemsize,), dtype=torch.uint8)
         made[f"t{i}"] = raw.view(wanted).view(shape)
@@ -83,6 +85,12 @@ MALFORMED: list[tuple[str, Callable[[Path], object]]] = [
     (r"3 bytes after the last tensor belong to none", lambda p: _write(p, GOOD, b"x" * 15)),
     (r"tensor a lacks one of", lambda p: _write(p, {"a": {"dtype": "F32"}})),
     (r"tensor a has dtype 'F33'; known are BOOL, U8", lambda p: _write(p, {"a": _entry("F33", [1], 0, 4)})),
+    (
+        r"tensor a is F4\[2, 3\], two values a byte: its last dimension",
+        lambda p: _write(p, {"a": _entry("F4", [2, 3], 0, 3)}),
+    ),
+    (r"tensor a is F4\[\], two values a byte", lambda p: _write(p, {"a": _entry("F4", [], 0, 1)})),
+    (r"tensor a has dtype F6_E2M3, 6 bits .* as U8", lambda p: _write(p, {"a": _entry("F6_E2M3", [4], 0, 3)})),
     (r"tensor a has dtype \['F32'\]; known", lambda p: _write(p, {"a": _entry(["F32"], [1], 0, 4)})),  # type: ignore[arg-type]
     (r"header is nested deeper", lambda p: _write(p, b'{"a": ' + b"[" * 200_000)),
     (r"tensor a has shape \[-1\]", lambda p: _write(p, {"a": _entry("F32", [-1], 0, 4)})),

@@ -46,8 +46,9 @@ def _rank(group: Group) -> tuple[RuntimeMemory, PullTransport]:
     device = open_device()
     memory = RuntimeMemory(device, layout, {})
     tensors = {w.name: self_naming("orders", w.name, w.num_bytes) for w in model.weights}
-    source = RecipeSource(TensorsInHand(tensors))
-    checksums = SourceFiller(source).fill(Compiled(model, plan, layout, {}), group, memory)
+    filler, compiled = SourceFiller(RecipeSource(TensorsInHand(tensors))), Compiled(model, plan, layout, {})
+    filler.prepare(compiled, group)
+    checksums = filler.fill(compiled, group, memory)
     return memory, PullTransport(device, group, layout, memory.shards, checksums)
 
 

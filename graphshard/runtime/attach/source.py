@@ -40,6 +40,16 @@ class ModuleSource:
         """See WeightSource."""
         return self._store.num_bytes_read
 
+    @property
+    def checkpoint_bytes(self) -> int:
+        """See WeightSource."""
+        return sum(entry.num_bytes for entry in self._store.entries.values())
+
+    @property
+    def temporary_bytes(self) -> int:
+        """See WeightSource."""
+        return 0
+
     def release(self, names: Sequence[str]) -> None:
         """Give the storage of `names` back; the parameters stay the same objects."""
         for name in names:

@@ -2,16 +2,38 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
-from graphshard.comm.checksums import checksum_of
+from graphshard.comm.checksums import checksum_of_pieces
 from graphshard.comm.group import Group
-from graphshard.core.layout import chunk_pieces
+from graphshard.comm.pulses import PATIENCE
+from graphshard.comm.rejoin import Newcomer
+from graphshard.core.errors import CommError, LoadError
+from graphshard.core.layout import UnitLayout, WeightView, chunk_pieces
+from graphshard.core.specs import WeightSpec
 from graphshard.runtime.compiled import Compiled
 from graphshard.runtime.memory import RuntimeMemory
+from graphshard.runtime.weights.coverage import exchange_coverage
 from graphshard.runtime.weights.report import LoadedWeight, LoadReport
 from graphshard.runtime.weights.source import WeightSource
+from graphshard.runtime.weights.workers import Workers
+
+OnLoad = Callable[[int, int], None]
+"""Told of the bytes that this rank has loaded so far, and of all that it is to load."""
+
+NUM_THREADS = 4
+"""Readers of a rank: what one waits for from a disk, or copies from the page cache, another hashes."""
+
+WINDOW_BYTES = 8 << 20
+"""What is written at a time, and made at a time of weights that are made by rows."""
+
+PIECE_BYTES = 1 << 20
+"""What is read at a time where bytes only move: hashed while it is in the cache."""
 
 
 class Filler(Protocol):
@@ -41,8 +63,10 @@ class Filler(Protocol):
 class SourceFiller:
     """Fills from a source of weights, each rank its own part."""
 
-    def __init__(self, source: WeightSource) -> None:
+    def __init__(self, source: WeightSource, on_load: OnLoad | None = None) -> None:
+        """`on_load` is called a few times a second, and at the end, in the thread that fills."""
         self._source = source
+        self._on_load = on_load
         self._report: LoadReport | None = None
 
     def prepare(self, compiled: Compiled, group: Group) -> None:
@@ -50,8 +74,14 @@ class SourceFiller:
         self._source.prepare(compiled.model, group)
 
     def fill(self, compiled: Compiled, group: Group, memory: RuntimeMemory) -> list[int]:
-        """See Filler."""
-        return group.agree("load", lambda: self._fill(compiled, group.rank, memory))
+        """See Filler. Other ranks wait for one that is slow, as long as bytes still come; see `Group.agree`."""
+        loading = _Loading(compiled, group, memory, self._source, self._on_load)
+        started = time.monotonic()
+        checksums = group.agree("load", loading.run, progress=loading.progress)
+        self._report = loading.report(time.monotonic() - started)
+        if not isinstance(group, Newcomer):
+            exchange_coverage(group, compiled.layout, loading.loaded)
+        return checksums
 
     @property
     def report(self) -> LoadReport:
@@ -59,24 +89,123 @@ class SourceFiller:
         assert self._report is not None, "nothing was filled"
         return self._report
 
-    def _fill(self, compiled: Compiled, rank: int, memory: RuntimeMemory) -> list[int]:
-        model, source, started = compiled.model, self._source, time.monotonic()
-        kept = dict.fromkeys((weight.name for weight in model.weights), 0)
-        checksums = []
-        for unit in compiled.layout.units:
-            with memory.writing_shard(unit.chunk_offset, unit.chunk_bytes) as chunk:
-                for piece in chunk_pieces(unit, rank):
-                    at, num_bytes = piece.chunk_offset, piece.weight_end - piece.weight_begin
-                    source.read_into(model.weight(piece.weight), piece.weight_begin, chunk[at : at + num_bytes])
-                    kept[piece.weight] += num_bytes
-                checksums.append(checksum_of(chunk))
-            source.release([view.weight for view in unit.views])
-        for view in compiled.layout.resident:
-            with memory.writing_resident(view) as resident:
-                source.read_into(model.weight(view.weight), 0, resident)
-            kept[view.weight] += view.num_bytes
-            source.release([view.weight])
-        source.identity()  # raises if what was read has changed meanwhile
-        rows = tuple(LoadedWeight(w.name, source.way(w.name), w.num_bytes, kept[w.name]) for w in model.weights)
-        self._report = LoadReport(rows, source.num_bytes_read, 0, 0, time.monotonic() - started)
-        return checksums
+
+class _Loading:
+    """One rank's load: its tasks, and how far they are."""
+
+    def __init__(
+        self, compiled: Compiled, group: Group, memory: RuntimeMemory, source: WeightSource, on_load: OnLoad | None
+    ) -> None:
+        self._model, self._layout, self._group = compiled.model, compiled.layout, group
+        self._memory, self._source, self._on_load = memory, source, on_load
+        self._workers: Workers[int] = Workers(NUM_THREADS)
+        self._lock = threading.Lock()
+        self.loaded: dict[str, list[tuple[int, int]]] = {}
+        """Ranges of bytes that this rank has, by weight."""
+        self._num_bytes = 0
+        pieces = [piece for unit in self._layout.units for piece in chunk_pieces(unit, group.rank)]
+        self._total_bytes = sum(piece.weight_end - piece.weight_begin for piece in pieces)
+        self._total_bytes += sum(view.num_bytes for view in self._layout.resident)
+        self._progress, self._grown = 0, time.monotonic()
+
+    def progress(self) -> int:
+        """A number that grows while bytes come."""
+        return self._num_bytes + self._source.num_bytes_read
+
+    def run(self) -> list[int]:
+        """Load everything; the checksum of each chunk, by unit."""
+        units, resident = self._layout.units, self._layout.resident
+        weights = [[view.weight for view in unit.views] for unit in units] + [[view.weight] for view in resident]
+        tasks = [partial(self._fill_unit, unit) for unit in units] + [partial(self._fill_resident, v) for v in resident]
+        checksums = self._workers.run(tasks, lambda index: self._source.release(weights[index]), self._look)
+        self._source.identity()  # raises if what was read has changed meanwhile
+        if self._on_load is not None:
+            self._on_load(self._num_bytes, self._total_bytes)
+        return checksums[: len(units)]
+
+    def report(self, seconds: float) -> LoadReport:
+        """What was done, in `seconds`."""
+        source = self._source
+        kept = {name: sum(end - begin for begin, end in ranges) for name, ranges in self.loaded.items()}
+        return LoadReport(
+            tuple(
+                LoadedWeight(w.name, source.way(w.name), w.num_bytes, kept.get(w.name, 0)) for w in self._model.weights
+            ),
+            bytes_read=source.num_bytes_read,
+            checkpoint_bytes=source.checkpoint_bytes,
+            temporary_bytes=source.temporary_bytes,
+            seconds=seconds,
+        )
+
+    def _look(self) -> None:
+        """How far everybody is, a few times a second."""
+        progress, now = self.progress(), time.monotonic()
+        if progress != self._progress:
+            self._progress, self._grown = progress, now
+        limit_s = PATIENCE * self._group.timeout_s
+        if now - self._grown > limit_s:
+            raise LoadError(
+                f"no byte came for {limit_s:.0f} s, after {self._num_bytes} of {self._total_bytes}: "
+                "see whether the checkpoint's disk or server answers"
+            )
+        hopeless = self._group.why_hopeless("load")
+        if hopeless is not None:
+            raise CommError(hopeless)
+        if self._on_load is not None:
+            self._on_load(self._num_bytes, self._total_bytes)
+
+    def _fill_unit(self, unit: UnitLayout) -> int:
+        return checksum_of_pieces(self._written(unit))
+
+    def _fill_resident(self, view: WeightView) -> int:
+        spec = self._model.weight(view.weight)
+        for begin in range(0, view.num_bytes, WINDOW_BYTES):
+            part = replace(view, offset=view.offset + begin, num_bytes=min(WINDOW_BYTES, view.num_bytes - begin))
+            with self._memory.writing_resident(part) as out:
+                for _ in self._read(spec, begin, out):
+                    pass
+        return 0
+
+    def _written(self, unit: UnitLayout) -> Iterator[memoryview]:
+        """This rank's chunk of `unit`, in order, each part as soon as it is written; padding stays zero."""
+        pieces = chunk_pieces(unit, self._group.rank)
+        current = 0
+        for begin in range(0, unit.chunk_bytes, WINDOW_BYTES):
+            end = min(begin + WINDOW_BYTES, unit.chunk_bytes)
+            with self._memory.writing_shard(unit.chunk_offset + begin, end - begin) as out:
+                at = begin
+                while at < end and current < len(pieces):
+                    piece = pieces[current]
+                    piece_end = piece.chunk_offset + piece.weight_end - piece.weight_begin
+                    first, last = max(at, piece.chunk_offset), min(end, piece_end)
+                    if first >= end:
+                        break
+                    if at < first:
+                        yield out[at - begin : first - begin]
+                    weight_begin = piece.weight_begin + first - piece.chunk_offset
+                    yield from self._read(
+                        self._model.weight(piece.weight), weight_begin, out[first - begin : last - begin]
+                    )
+                    at = last
+                    current += last == piece_end
+                if at < end:
+                    yield out[at - begin :]
+
+    def _read(self, spec: WeightSpec, begin: int, out: memoryview) -> Iterator[memoryview]:
+        """Bytes of a weight from `begin` on into `out`, and each part of it once it is there."""
+        step = PIECE_BYTES if self._source.way(spec.name) == "bytes" else WINDOW_BYTES
+        for at in range(0, len(out), step):
+            self._workers.check()
+            part = out[at : at + step]
+            self._source.read_into(spec, begin + at, part)
+            self._note(spec.name, begin + at, begin + at + len(part))
+            yield part
+
+    def _note(self, weight: str, begin: int, end: int) -> None:
+        with self._lock:
+            self._num_bytes += end - begin
+            ranges = self.loaded.setdefault(weight, [])
+            if ranges and ranges[-1][1] == begin:
+                ranges[-1] = (ranges[-1][0], end)
+            else:
+                ranges.append((begin, end))

@@ -45,3 +45,11 @@ class WeightSource(Protocol):
     @property
     def num_bytes_read(self) -> int:
         """Bytes read of what lies behind the source so far."""
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """All that the weights are made of, each tensor once, whoever reads it; known once it is prepared."""
+
+    @property
+    def temporary_bytes(self) -> int:
+        """The most that lay in memory at one time to make weights, beside where they are written."""
