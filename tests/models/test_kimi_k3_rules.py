@@ -63,8 +63,8 @@ def test_every_resident_weight_has_a_reason_of_its_own(fused: bool) -> None:
     latent = ["fused_qkv_a_proj"] if fused else ["q_a_proj", "kv_a_proj_with_mqa"]
     up = ["gate_up_proj"] if fused else ["gate_proj", "up_proj"]
     says = {
-        **{f"{attention}{name}.weight": "merged buffer" for name in merged},
-        **{f"{mla}{name}.weight": "past the weight loader" for name in latent},
+        **{f"{attention}{name}.weight": "servers merge f_a and b" for name in merged},
+        **{f"{mla}{name}.weight": "servers fuse q_a and kv_a" for name in latent},
         **{f"{dense}{name}.weight": "dense MLP is not among the published targets" for name in (*up, "down_proj")},
         **{f"{attention}{name}_conv1d.weight": "no projection" for name in ("q", "k", "v")},
         f"{attention}A_log": "no projection",

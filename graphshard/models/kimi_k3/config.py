@@ -70,6 +70,11 @@ class KimiK3ModelConfig:
             raise SpecError(f"kimi_k3 config: MLA layers {beyond} are not among the {s.num_layers} layers")
 
     @property
+    def vocab_size(self) -> int:
+        """Tokens there are."""
+        return self.sizes.vocab
+
+    @property
     def kda_width(self) -> int:
         """Features of q, k, v and the gate of a KDA layer."""
         return self.sizes.kda_heads * self.sizes.kda_head

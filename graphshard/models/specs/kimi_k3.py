@@ -37,8 +37,8 @@ WITHOUT_LAYER_0 = ("model.layers.0.*",)
 STATE_BYTES = 4
 """float32."""
 
-MERGED = "f_a and b lie in one merged buffer that is loaded past the weight loader"
-FUSED = "q_a and kv_a are fused, and loaded past the weight loader"
+MERGED = "servers merge f_a and b into one buffer, and load it past the weight loader"
+FUSED = "servers fuse q_a and kv_a, and load them past the weight loader"
 ABSORBED = "kv_b is absorbed into two batched weights after loading, then freed"
 DENSE = "layer 0's dense MLP is not among the published targets: include it if its bytes are wanted"
 NOTES = ("residual-attention vectors, the vision tower and FP8 scales are left out",)

@@ -1,0 +1,111 @@
+"""Kimi K3 on disk: as published or fused, read into either variant, and what says no."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from kimi_k3_reference import SIZES, SMALL
+from safetensors.torch import load_file
+from torch import Tensor
+
+from graphshard.core.errors import LoadError, SpecError
+from graphshard.load.checkpoint import Checkpoint
+from graphshard.load.recipe_runs import byte_runs
+from graphshard.models.config import LlamaConfig
+from graphshard.models.kimi_k3.config import load_kimi_k3_config
+from graphshard.models.kimi_k3.folder import joined_tensors, load_kimi_k3, random_kimi_k3, random_pieces, save_kimi_k3
+from graphshard.models.kimi_k3.model import KimiK3
+from graphshard.models.kimi_k3.recipes import kimi_k3_recipes
+from graphshard.models.open import load_config, open_model, open_spec_model
+
+CONFIG = replace(SMALL, dtype="bfloat16", sizes=replace(SIZES, num_layers=3))
+
+
+def _made(model: KimiK3, folder: Path) -> dict[str, Tensor]:
+    """The weights of `model`, made of the bytes of `folder`'s tensors and of nothing else."""
+    checkpoint = Checkpoint(folder)
+    recipes = kimi_k3_recipes(model, checkpoint.entries)
+    weights = {}
+    for spec in model.spec().weights:
+        data = bytearray(spec.num_bytes)
+        recipe = recipes.get(spec.name)
+        if recipe is None:
+            checkpoint.read_into(spec.name, 0, memoryview(data))
+        else:
+            runs = byte_runs(recipe, checkpoint.entries)
+            assert runs is not None, f"{spec.name} is no mapping of bytes"
+            for run in runs:
+                part = memoryview(data)[run.begin : run.begin + run.num_bytes]
+                checkpoint.read_into(run.tensor, run.tensor_begin, part)
+        weights[spec.name] = torch.frombuffer(data, dtype=getattr(torch, spec.dtype)).view(spec.shape)
+    return weights
+
+
+@pytest.mark.parametrize("saved_fused", [True, False])
+@pytest.mark.parametrize("fused", [True, False])
+def test_either_variant_is_made_of_either_form(saved_fused: bool, fused: bool, tmp_path: Path) -> None:
+    pieces = random_pieces(CONFIG, seed=3)
+    save_kimi_k3(tmp_path, CONFIG, pieces, fused=saved_fused)
+    model = load_kimi_k3(tmp_path, 2, fused=fused)
+    assert model.config == CONFIG and model.is_fused == fused
+    want = joined_tensors(KimiK3(CONFIG, 1, fused=fused), pieces)
+    got = _made(model, tmp_path)
+    assert list(got) == list(want)
+    assert all(torch.equal(got[name], want[name]) for name in want)
+    _, same = random_kimi_k3(CONFIG, seed=3, fused=fused)
+    assert all(torch.equal(got[name], same[name]) for name in want)
+
+
+def test_what_is_written_is_what_others_read(tmp_path: Path) -> None:
+    """Published names, one tensor for each expert's matrix; and one tensor for each weight when fused."""
+    pieces = random_pieces(CONFIG)
+    save_kimi_k3(tmp_path / "published", CONFIG, pieces)
+    save_kimi_k3(tmp_path / "fused", CONFIG, pieces, fused=True)
+    published = load_file(tmp_path / "published" / "model.safetensors")
+    assert published.keys() == pieces.keys()
+    assert all(torch.equal(published[name], piece) for name, piece in pieces.items())
+    moe = "model.layers.1.block_sparse_moe."
+    assert tuple(published[f"{moe}experts.5.w3.weight"].shape) == (32, 32)
+    assert published["model.layers.1.self_attn.k_conv1d.weight"].dtype is torch.float32
+    fused = load_file(tmp_path / "fused" / "model.safetensors")
+    assert set(fused) == {weight.name for weight in KimiK3(CONFIG, 1).spec().weights}
+    assert torch.equal(fused[f"{moe}experts.w13_weight"][5, 32:], published[f"{moe}experts.5.w3.weight"])
+
+
+def test_tensors_of_another_model_are_refused(tmp_path: Path) -> None:
+    pieces = random_pieces(CONFIG)
+    with pytest.raises(SpecError, match=r"1 names are not both in the model and among the tensors, lm_head.weight for"):
+        save_kimi_k3(tmp_path, CONFIG, {name: piece for name, piece in pieces.items() if name != "lm_head.weight"})
+    lacking = set(pieces) - {"model.layers.0.self_attn.k_proj.weight", "model.norm.weight"}
+    with pytest.raises(LoadError, match=r"2 weights of kimi_k3 are neither among .* model.layers.0.self_attn.qkv_proj"):
+        kimi_k3_recipes(KimiK3(CONFIG, 1), lacking)
+
+
+def test_a_folder_is_opened_by_its_config(tmp_path: Path) -> None:
+    save_kimi_k3(tmp_path, CONFIG, random_pieces(CONFIG))
+    opened = open_model(tmp_path, 2, 32)
+    assert isinstance(opened.model, KimiK3) and (opened.model.max_batch_size, opened.model.cache_length) == (2, 32)
+    assert opened.recipes == kimi_k3_recipes(opened.model, Checkpoint(tmp_path).entries)
+    assert open_spec_model(tmp_path).spec() == KimiK3(CONFIG, 1).spec()
+    config = load_config(tmp_path)
+    assert config == load_kimi_k3_config(tmp_path)
+    assert (config.vocab_size, config.max_positions) == (SIZES.vocab, 4096)
+
+
+def test_a_llama_is_opened_too_and_others_are_named(tmp_path: Path) -> None:
+    values = {
+        "model_type": "llama", "vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert isinstance(load_config(tmp_path), LlamaConfig)
+    model, recipes = open_model(tmp_path, 1, 8)
+    assert model.spec().name == "llama" and recipes == {}
+    assert open_spec_model(tmp_path).spec() == model.spec()
+    (tmp_path / "config.json").write_text(json.dumps({**values, "model_type": "gpt2"}))
+    with pytest.raises(SpecError, match="model_type is 'gpt2'; supported are llama, mistral and kimi_k3"):
+        load_config(tmp_path)
