@@ -1,4 +1,4 @@
-"""`graphshard generate`: a llama generates text on ranks that keep 1/N of its layers each, and that fail alone."""
+"""`graphshard generate`: a model generates text on ranks that keep 1/N of its layers each, and that fail alone."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from graphshard.cli.generate_job import GenerateJob
 from graphshard.cli.generate_report import report_of, show_report, summary_of
 from graphshard.cli.generate_screen import Screen
 from graphshard.cli.planning import IntOrAuto, Units, transport_option
-from graphshard.cli.prompts import PROMPTS, Codec
+from graphshard.cli.prompts import PROMPTS, TOKENIZER, Codec
 from graphshard.comm.launch import failure_text, raise_first_failure
 from graphshard.core.errors import SpecError
-from graphshard.models.config import LlamaConfig, load_llama_config
+from graphshard.models.open import load_config
 from graphshard.report.machine import machine_facts
 
 RUN_TIMEOUT_S = 1800.0
@@ -51,7 +51,7 @@ class _Fault(click.ParamType[list[Any]]):
 
 
 @click.command("generate", epilog=JSON_HELP)
-@click.option("--model", type=click.Path(path_type=Path), help="Folder of a llama checkpoint instead of SmolLM2-135M.")
+@click.option("--model", type=click.Path(path_type=Path), help="Folder of a llama or Kimi K3, not SmolLM2-135M.")
 @click.option("--world-size", type=COUNT, default=2, show_default=True, help="Rank processes.")
 @click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="Repeat it for more; eight are built in.")
 @click.option("--prompts", "prompts_file", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE")
@@ -104,6 +104,8 @@ def command(
         **_sizes(folder, texts, tokens, world_size, batch_size),
     }
     screen = Screen(out, Codec(folder), texts, world_size)
+    if not (folder / TOKENIZER).exists():
+        out.say(f"no {TOKENIZER} in {folder}: words become tokens by their letters, and tokens are shown as numbers")
     out.say(f"{folder.name}: prompts: {len(texts)} over {world_size} ranks, in batches of {request['batch_size']}")
     with GenerateJob(request, world_size, restart=restart, timeout_s=RUN_TIMEOUT_S) as job:
         screen.follow(job)
@@ -170,7 +172,7 @@ def _texts(prompts: tuple[str, ...], file: Path | None) -> list[str]:
 
 def _sizes(folder: Path, texts: list[str], num_tokens: int, world_size: int, batch_size: int) -> dict[str, Any]:
     """Prompts as tokens, and the sizes that follow from them; the same for all ranks."""
-    config: LlamaConfig = load_llama_config(folder)
+    config = load_config(folder)
     codec = Codec(folder)
     prompts = [codec.encode(text, config.vocab_size) for text in texts]
     for index, prompt in enumerate(prompts):

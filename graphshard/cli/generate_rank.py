@@ -22,7 +22,7 @@ from graphshard.cli.generate_wire import Lines, connect
 from graphshard.comm.group import Group
 from graphshard.comm.rejoin import Newcomer
 from graphshard.core.specs import StepShape
-from graphshard.models.llama import load_llama
+from graphshard.models.open import open_model
 from graphshard.runtime.runtime import Runtime
 
 TIMEOUT_S = 60.0
@@ -89,7 +89,7 @@ def generate(group: Group, values: dict[str, Any]) -> None:
 def maker(group: Group, request: GenerateRequest) -> Callable[[str], Runtime]:
     """Builds runtimes of the request's model and shapes, by plan: `auto` (as requested) or `replicated`."""
     folder = Path(request.model)
-    model = load_llama(folder, request.batch_size, request.cache_length)
+    model, recipes = open_model(folder, request.batch_size, request.cache_length)
 
     def make(plan: Any) -> Runtime:
         choices = request.choices if plan == "auto" else {}
@@ -97,6 +97,7 @@ def maker(group: Group, request: GenerateRequest) -> Callable[[str], Runtime]:
             model,
             group,
             checkpoint=folder,
+            recipes=recipes,
             plan=plan,
             capture_sizes=[request.batch_size],
             timeout_s=TIMEOUT_S,

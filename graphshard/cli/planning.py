@@ -15,6 +15,7 @@ from graphshard.core.layout import Layout, build_layout
 from graphshard.core.plan import Plan, Transport
 from graphshard.core.program import Program
 from graphshard.core.specs import DeviceSpec, ModelSpec, StepShape
+from graphshard.models.open import open_spec_model
 from graphshard.schedule.auto import make_plan
 from graphshard.schedule.emit import emit_all
 from graphshard.schedule.options import AUTO, MAX_COPY_STREAMS
@@ -124,7 +125,7 @@ def plan_request(function: Decorated) -> Decorated:
         click.option(
             "--model",
             type=click.Path(path_type=Path),
-            help="Folder of a llama checkpoint, instead of a synthetic model.",
+            help="Folder of a llama or Kimi K3 checkpoint, instead of a synthetic model.",
         ),
         click.option("--world-size", type=RANKS, default=2, show_default=True, help="Ranks that share one copy."),
         click.option("--units", type=Units(), default="layer", show_default=True),
@@ -146,9 +147,7 @@ def model_of(request: PlanRequest) -> ModelSpec:
     """The model that the request names, as data."""
     if request.model is not None:
         refuse_given(("layers", "weights"), "a model's folder says what its layers are: leave it out, or --model")
-        from graphshard.models.llama import load_llama  # imports torch
-
-        return load_llama(request.model, max_batch_size=1).spec()
+        return open_spec_model(request.model).spec()
     return synthetic_model(request.layers, LLAMA_WEIGHTS if request.weights == "llama" else ONE_WEIGHT)
 
 

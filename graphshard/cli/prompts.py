@@ -21,13 +21,15 @@ PROMPTS = (
     "The largest planet in the solar system is",
 )
 
+TOKENIZER = "tokenizer.json"
+
 
 class Codec:
     """Text to tokens and back, by a model folder's tokenizer.json; without one, tokens stand for themselves."""
 
     def __init__(self, folder: Path) -> None:
         self._tokenizer: Any = None
-        file = folder / "tokenizer.json"
+        file = folder / TOKENIZER
         if file.exists():
             from tokenizers import Tokenizer
 

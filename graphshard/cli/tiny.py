@@ -11,6 +11,7 @@ from graphshard.bench.trace import bound_of, bound_rows
 from graphshard.cli.planning import ANY_DEVICE, PlanRequest
 from graphshard.comm.group import Group
 from graphshard.core.specs import StepShape
+from graphshard.models.open import open_model
 from graphshard.runtime.runtime import Runtime
 from graphshard.schedule.auto import make_plan
 from graphshard.schedule.synthetic import synthetic_model
@@ -55,11 +56,10 @@ class TinyRuntimes:
     def _runtime(self, group: Group) -> Runtime:
         choices = {**self._request.choices(), "step_shapes": [SHAPE]}
         if self._request.model is not None:
-            from graphshard.models.llama import load_llama
-
-            model = load_llama(self._request.model, max_batch_size=1)
+            folder = self._request.model
+            model, recipes = open_model(folder, max_batch_size=1)
             plan = make_plan(model.spec(), group.world_size, ANY_DEVICE, **choices)
-            return graphshard.compile(model, group, checkpoint=self._request.model, plan=plan, capture_sizes=())
+            return graphshard.compile(model, group, checkpoint=folder, recipes=recipes, plan=plan, capture_sizes=())
         spec = synthetic_model(self._request.layers, (("proj", (1024,)),), dtype="float32")
         plan = make_plan(spec, group.world_size, ANY_DEVICE, min_shard_bytes=0, **choices)
         return noop_runtime(spec, plan, group)
