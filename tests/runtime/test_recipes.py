@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from recipe_trees import entries_of, plain, raw, recipes
@@ -13,7 +14,18 @@ from torch import Tensor
 from graphshard.load.recipe import nodes_of
 from graphshard.load.recipe_runs import runs_of
 from graphshard.load.recipe_types import Typed, typed
-from graphshard.recipes import Read, Recipe
+from graphshard.recipes import (
+    Cast,
+    Concat,
+    QuantizeFp8,
+    Read,
+    Recipe,
+    Reinterpret,
+    RequantizeUe8m0,
+    ScaleOf,
+    Slice,
+    Transpose,
+)
 from graphshard.runtime.weights.evaluate import amax, evaluate, scale_from_amax, scaled_per_tensor, stripes
 
 few = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -112,3 +124,50 @@ def test_runs_of_bytes_make_what_evaluation_makes(made: tuple[Recipe, dict[str, 
 @given(recipes())
 def test_runs_of_bytes_of_many_recipes(made: tuple[Recipe, dict[str, Tensor]]) -> None:
     check_runs(*made)
+
+
+BIG = {
+    "m": torch.zeros(2048, 1024, dtype=torch.bfloat16),
+    "tall": torch.zeros(1 << 18, 8, dtype=torch.bfloat16),
+    "stack": torch.zeros(4, 512, 1024, dtype=torch.bfloat16),
+    "fp8": torch.zeros(2048, 2048, dtype=torch.uint8).view(torch.float8_e4m3fn),
+    "scale": torch.ones(16, 16),
+}
+M = Read("m")
+REQUANTIZED = RequantizeUe8m0(Read("fp8"), Read("scale"))
+BOUNDED = [
+    Transpose(M),
+    Transpose(Read("tall")),
+    QuantizeFp8(Transpose(M), "tensor"),
+    QuantizeFp8(Transpose(M), "channel"),
+    ScaleOf(QuantizeFp8(M, "channel")),
+    ScaleOf(QuantizeFp8(Read("stack"), "channel")),
+    QuantizeFp8(Read("stack"), "channel"),
+    Concat([Cast(Read("stack"), "float32")] * 2, 1),
+    Cast(Slice(M, 1, 0, 2), "float32"),
+    Cast(Reinterpret(M, (2048 * 1024,), "bfloat16"), "float16"),
+    Concat([M, M, Cast(M, "bfloat16")], 1),
+    REQUANTIZED,
+    ScaleOf(REQUANTIZED),
+]
+
+
+@pytest.mark.parametrize("recipe", BOUNDED, ids=[str(i) for i in range(len(BOUNDED))])
+def test_no_more_than_a_stripe_is_read_at_a_time(recipe: Recipe) -> None:
+    """Of tensors of 4 MiB; a stripe is 1 MiB. A row of blocks is read whole."""
+    result = typed(recipe, entries_of(BIG))
+    rows, largest = rows_of(BIG), 0
+
+    def counted(name: str, begin: int, end: int) -> Tensor:
+        nonlocal largest
+        found = rows(name, begin, end)
+        largest = max(largest, found.nbytes)
+        return found
+
+    scales = {
+        node.node: scale_from_amax(node, max(amax(node, share, 4, counted) for share in range(4)))
+        for node in scaled_per_tensor(result)
+    }
+    for begin, end in stripes(result, 0, result.num_rows, 1 << 20):
+        evaluate(result, begin, end, counted, scales)
+    assert 0 < largest <= 1 << 20
