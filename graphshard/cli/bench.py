@@ -9,6 +9,7 @@ import click
 
 from graphshard.bench.compile import CompileRequest, measure_compile
 from graphshard.bench.stats import summarize
+from graphshard.cli.bench_load import command as load
 from graphshard.cli.bench_step import command as step
 from graphshard.cli.common import COUNT, Names, Output, Size, Sizes, answering, rank_values
 from graphshard.cli.planning import LAYERS, RANKS, SHAPES, Units, transport_option
@@ -26,6 +27,7 @@ def command() -> None:
 
 
 command.add_command(step)
+command.add_command(load)
 
 
 @command.command("gather")
