@@ -200,7 +200,7 @@ def _scale(result: Typed, begin: int, end: int, rows: Rows, scales: Mapping[Reci
     channels = range(begin * result.width, end * result.width)
     amaxes = [
         amax_of_rows(evaluate(made.parts[0], first, last, rows, scales), made.text())
-        for first, last in stripes(made.parts[0], channels.start, channels.stop)
+        for first, last in stripes(made.parts[0], channels.start, channels.stop, _MIN_BLOCK_BYTES)
     ]
     return fp8_scale(torch.cat(amaxes), made.dtype).view(end - begin, result.width)
 
