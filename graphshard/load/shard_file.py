@@ -33,7 +33,7 @@ class ShardFileWriter:
         Raises:
             DeviceError: it cannot be written.
         """
-        self._rank = rank
+        self.rank = rank
         layout = manifest.layout
         self._path = folder / manifest.file_name(rank)
         begin = len(self._header(manifest))
@@ -54,7 +54,7 @@ class ShardFileWriter:
         header = self._header(manifest)
         assert len(header) == self._begins["shards"], f"{len(header)} bytes of header, not {self._begins['shards']}"
         self._file.write(0, header)
-        return self._file.commit(manifest.file_name(self._rank))
+        return self._file.commit(manifest.file_name(self.rank))
 
     def discard(self) -> None:
         """Forget the file, unless it has ended. Idempotent."""
@@ -68,7 +68,7 @@ class ShardFileWriter:
 
     def _header(self, manifest: ShardManifest) -> bytes:
         specs = [WeightSpec(name, (size,), "uint8") for name, size in _areas(manifest.layout).items()]
-        return safetensors_header(self._path, specs, manifest.metadata(self._rank), DATA_ALIGNMENT_BYTES)
+        return safetensors_header(self._path, specs, manifest.metadata(self.rank), DATA_ALIGNMENT_BYTES)
 
 
 class ShardFile:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -273,6 +276,36 @@ def test_a_save_that_is_killed_anywhere_leaves_the_old_folder_or_the_new_one(
             break
     assert outcomes == sorted(outcomes) and outcomes.count(0) > 10
     assert outcomes.count(2) == 1  # the last call of all syncs the folder that has the new manifest already
+
+
+KILLED_IN_A_SAVE = """
+import os, signal, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from shard_folders import save_folder
+from test_shard_file import MODEL
+left, pwrite = int(sys.argv[3]), os.pwrite
+def write(fd, data, offset):
+    global left
+    left -= 1
+    if left == 0:
+        pwrite(fd, data[: len(data) // 2], offset)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return pwrite(fd, data, offset)
+os.pwrite = write
+save_folder(Path(sys.argv[2]), MODEL, 2, version=1, epoch=2)
+"""
+
+
+@pytest.mark.parametrize("number", [1, 9])
+def test_a_process_that_is_killed_in_a_save_leaves_the_old_folder(number: int, tmp_path: Path) -> None:
+    save_folder(tmp_path, MODEL, 2)
+    before = content(tmp_path)
+    arguments = [str(Path(__file__).parent), str(tmp_path), str(number)]
+    done = subprocess.run([sys.executable, "-c", KILLED_IN_A_SAVE, *arguments], timeout=60, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert before.items() < content(tmp_path).items() and all_weights(tmp_path) == truth()
+    assert remove_strays(tmp_path) == [] and content(tmp_path) == before
 
 
 def test_nothing_is_named_before_it_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Both transports; the verifier's mutants and small programs are run here too; collections that do not take long."""
+"""Both transports; helpers of other rooms' tests are used here too; collections that do not take long."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import pytest
 
 TRANSPORTS = ("pull", "nccl")
 
-sys.path.append(str(Path(__file__).parents[1] / "verify"))
+for folder in ("load", "robust", "verify"):
+    sys.path.append(str(Path(__file__).parents[1] / folder))
 
 
 @pytest.fixture

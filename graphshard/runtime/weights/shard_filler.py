@@ -13,7 +13,7 @@ from graphshard.comm.rejoin import Newcomer
 from graphshard.core.counts import by_value
 from graphshard.core.errors import LoadError
 from graphshard.core.layout import UnitLayout, chunk_pieces
-from graphshard.core.specs import ModelSpec
+from graphshard.core.specs import ModelSpec, WeightSpec
 from graphshard.load.reshard import reshard_command
 from graphshard.load.shard_file import ShardFile
 from graphshard.load.shard_manifest import MANIFEST_NAME, ShardManifest, is_shard_folder, read_manifest
@@ -135,8 +135,8 @@ def _check_model(path: Path, manifest: ShardManifest, model: ModelSpec) -> None:
     saved, asked = {w.name: w for w in manifest.weights}, {w.name: w for w in model.weights}
     for name in [*asked, *(name for name in saved if name not in asked)]:
         if saved.get(name) != asked.get(name):
-            one, other = (str(weights[name]) if name in weights else "nothing" for weights in (saved, asked))
-            what = f"weight {name} is {one} in the files, and the model asks for {other}"
+            files, wanted = _spec_text(saved.get(name)), _spec_text(asked.get(name))
+            what = f"weight {name} is {files} in the files, and the model asks for {wanted}"
             break
     else:
         what = f"the weights are in another order, {manifest.weights[0].name} first instead of {model.weights[0].name}"
@@ -156,6 +156,13 @@ def _layout_difference(manifest: ShardManifest, compiled: Compiled) -> str:
             files, planned = _unit_text(mine.weights), _unit_text(theirs.weights)
             return f"unit {mine.index} is {files} in the files, {planned} in the plan"
     return f"{len(saved.units)} units in the files, {len(asked.units)} in the plan"
+
+
+def _spec_text(spec: WeightSpec | None) -> str:
+    if spec is None:
+        return "nothing"
+    strides = "" if spec.strides is None else f" with strides {list(spec.strides)}"
+    return f"{spec.dtype}{list(spec.shape)}{strides}"
 
 
 def _unit_text(weights: Sequence[str]) -> str:
