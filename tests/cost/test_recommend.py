@@ -10,7 +10,7 @@ from small_models import CUDA, layered_model, machine
 
 from graphshard.core.errors import SpecError
 from graphshard.core.layout import build_layout
-from graphshard.core.specs import DeviceSpec, StepShape
+from graphshard.core.specs import DeviceSpec, KeptWeight, StepShape
 from graphshard.cost.choose import ChooseRequest, choose
 from graphshard.cost.facts import ModelFacts
 from graphshard.cost.hardware import HardwareSpec, Link, Measured
@@ -169,3 +169,11 @@ def test_plain_facts_of_a_spec() -> None:
     facts = plain_facts(model, 2)
     assert facts.replicated == ("layers.0.proj", "layers.1.proj") and facts.num_layers == 2
     assert facts.weight("embed").rows == "none" and facts.weight("layers.0.norm").rows == "none"
+
+
+def test_plain_facts_leave_alone_what_the_model_keeps() -> None:
+    model = synthetic_model(2, (("norm", (64,)), ("proj", (64, 32))))
+    model = replace(model, kept=(KeptWeight("layers.1.proj", "rewritten after loading"),))
+    facts = plain_facts(model, 2)
+    assert facts.replicated == ("layers.0.proj",)
+    assert facts.weight("layers.1.proj").reason == "rewritten after loading"
