@@ -7,6 +7,7 @@ before it and changes nothing of it. What no manifest names any more is removed 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 from graphshard.core.errors import LoadError, SpecError
@@ -18,6 +19,14 @@ _OURS = re.compile(
     rf"shard-\d{{5}}-of-\d{{5}}\.[0-9a-f]{{16}}\.safetensors(\.[0-9a-f]{{8}}{re.escape(PART_SUFFIX)})?"
     rf"|{re.escape(MANIFEST_NAME)}\.[0-9a-f]{{8}}{re.escape(PART_SUFFIX)}"
 )
+
+
+@dataclass(frozen=True)
+class ShardFolder:
+    """A folder of shard files, and what its manifest says."""
+
+    path: Path
+    manifest: ShardManifest
 
 
 def open_folder(folder: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from graphshard.comm.checksums import checksum_of
@@ -16,6 +15,7 @@ from graphshard.core.layout import UnitLayout, chunk_pieces
 from graphshard.core.specs import ModelSpec, WeightSpec
 from graphshard.load.reshard import reshard_command
 from graphshard.load.shard_file import ShardFile
+from graphshard.load.shard_folder import ShardFolder
 from graphshard.load.shard_manifest import MANIFEST_NAME, ShardManifest, is_shard_folder, read_manifest
 from graphshard.runtime.compiled import Compiled
 from graphshard.runtime.memory import RuntimeMemory
@@ -23,14 +23,6 @@ from graphshard.runtime.weights.report import LoadedWeight, LoadReport
 
 READ_BYTES = 256 * 2**20
 """What one read brings at most: on a GPU it is the host memory that the bytes pass through."""
-
-
-@dataclass(frozen=True)
-class ShardFolder:
-    """A folder of shard files, for this many ranks and this model."""
-
-    path: Path
-    manifest: ShardManifest
 
 
 def open_shards(group: Group, checkpoint: object, spec: Callable[[], ModelSpec]) -> ShardFolder | None:
