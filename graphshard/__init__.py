@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from graphshard.api import attach, compile
+    from graphshard.api import attach, compile, prepare
     from graphshard.comm.group import Group, LocalGroup
     from graphshard.comm.rejoin import rejoin_group
     from graphshard.comm.rendezvous import init_group
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from graphshard.core.specs import BufferSpec, ModelSpec, SegmentSpec, StepShape, WeightSpec
     from graphshard.device import open_device
     from graphshard.runtime.attach import Attached
+    from graphshard.runtime.engine import Prepared
     from graphshard.runtime.graphs import StepGraph
     from graphshard.runtime.loop import StepLoop
     from graphshard.runtime.model import Segment, SegmentedModel, StepState
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from graphshard.verify import verify
 
 _HOMES = {
-    "graphshard.api": ("attach", "compile"),
+    "graphshard.api": ("attach", "compile", "prepare"),
     "graphshard.comm.group": ("Group", "LocalGroup"),
     "graphshard.comm.rejoin": ("rejoin_group",),
     "graphshard.comm.rendezvous": ("init_group",),
@@ -45,6 +46,7 @@ _HOMES = {
     "graphshard.core.specs": ("BufferSpec", "ModelSpec", "SegmentSpec", "StepShape", "WeightSpec"),
     "graphshard.device": ("open_device",),
     "graphshard.runtime.attach": ("Attached",),
+    "graphshard.runtime.engine": ("Prepared",),
     "graphshard.runtime.graphs": ("StepGraph",),
     "graphshard.runtime.loop": ("StepLoop",),
     "graphshard.runtime.model": ("Segment", "SegmentedModel", "StepState"),
@@ -66,6 +68,7 @@ __all__ = [
     "LocalGroup",
     "ModelSpec",
     "Plan",
+    "Prepared",
     "Program",
     "ProgramError",
     "Runtime",
@@ -84,6 +87,7 @@ __all__ = [
     "init_group",
     "make_plan",
     "open_device",
+    "prepare",
     "rejoin_group",
     "verify",
 ]

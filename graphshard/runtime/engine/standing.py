@@ -102,10 +102,10 @@ def refuse_differing(group: Group, new: Mapping[str, Tensor]) -> None:
     for name in dict.fromkeys(name for theirs in told for name in theirs):
         if len({theirs.get(name) for theirs in told}) > 1:
             raise SpecError(
-                f"{name} was made by post-load processing and differs between ranks. Where it has a row for each (or for "
-                f"each 128) of the weight beside it, make it a parameter, and tell prepare() follow={{{name!r}: 1}}; one "
-                "scale for a whole weight is made from combined_amax(); and fuse by loading parts of a merged weight "
-                "(blocks=), since the rows of three weights are not the rows of their concatenation"
+                f"{name} was made by post-load processing and differs between ranks. If it has a row for each (or "
+                f"for each 128) of the weight beside it, make it a parameter and say follow={{{name!r}: 1}}; "
+                "one scale for a whole weight is made from combined_amax(); and fuse by loading parts of a merged "
+                "weight (blocks=), since the rows of three weights are not the rows of their concatenation"
             )
 
 

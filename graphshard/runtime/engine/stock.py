@@ -104,16 +104,17 @@ def take_stock(module: nn.Module, stack: LayerStack, rules: RowRules, world_size
 
 
 def leader_of(name: str, rows: Mapping[str, RowSpec]) -> RowSpec | None:
-    """The weight by rows that shares its module with `name`; None if there is none.
+    """The matrix by rows that shares its module with `name`; None if there is none.
 
     Raises:
         SpecError: there are several.
     """
     module = name.rpartition(".")[0]
-    found = [row for row in rows.values() if row.leader is None and row.name.rpartition(".")[0] == module]
+    beside = [row for row in rows.values() if row.leader is None and row.name.rpartition(".")[0] == module]
+    found = [row for row in beside if len(row.shape) > 1]
     if len(found) > 1:
         raise SpecError(
-            f"weight {name} is to follow the rows of a weight of {module}, which has several: "
+            f"weight {name} is to follow the rows of the matrix beside it, and there are several: "
             f"{', '.join(row.name for row in found)}; leave it out of follow="
         )
     return found[0] if found else None
