@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-import graphshard
 from graphshard.bench.compare import compare_step
 from graphshard.cli.compare_stage import Staged
+from graphshard.cli.loading import compile_shown
 from graphshard.comm.group import Group
 from graphshard.comm.nccl_library import find_library
 from graphshard.core.counts import counted
@@ -107,10 +107,11 @@ def _compiled(group: Group, request: CompareRequest) -> Runtime:
     model, checkpoint = _model(request)
     skip = request.skip is not None and group.rank == request.skip[0]
     hooks = Hooks(skip=frozenset(request.skip[1:])) if skip and request.skip is not None else Hooks()
-    return graphshard.compile(
+    return compile_shown(
         model,
         group,
         checkpoint=checkpoint,
+        ignore=model.redundant_tensors,
         capture_sizes=[SHAPE.batch_size],
         device=request.device,
         timeout_s=request.timeout_s,

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import graphshard
 from graphshard.bench.decode import Decoded, EagerStep, Step, clear_state, decode, num_steps
 from graphshard.cli.generate_wire import Lines, connect
+from graphshard.cli.loading import compile_shown
 from graphshard.comm.group import Group
 from graphshard.comm.rejoin import Newcomer
 from graphshard.core.specs import StepShape
@@ -89,15 +89,16 @@ def generate(group: Group, values: dict[str, Any]) -> None:
 def maker(group: Group, request: GenerateRequest) -> Callable[[str], Runtime]:
     """Builds runtimes of the request's model and shapes, by plan: `auto` (as requested) or `replicated`."""
     folder = Path(request.model)
-    model, recipes = open_model(folder, request.batch_size, request.cache_length)
+    model, recipes, ignore = open_model(folder, request.batch_size, request.cache_length)
 
     def make(plan: Any) -> Runtime:
         choices = request.choices if plan == "auto" else {}
-        return graphshard.compile(
+        return compile_shown(
             model,
             group,
             checkpoint=folder,
             recipes=recipes,
+            ignore=ignore,
             plan=plan,
             capture_sizes=[request.batch_size],
             timeout_s=TIMEOUT_S,

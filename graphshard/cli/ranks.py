@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-import graphshard
 from graphshard.bench.decode import Decoded, num_steps
 from graphshard.bench.reference import greedy_tokens
 from graphshard.bench.side_by_side import (
@@ -26,6 +25,7 @@ from graphshard.bench.side_by_side import (
 )
 from graphshard.bench.stats import summarize
 from graphshard.bench.trace import trace_step
+from graphshard.cli.loading import compile_shown
 from graphshard.cli.prompts import Codec, Typewriter
 from graphshard.cli.streams import forgive_encoding
 from graphshard.comm.group import Group
@@ -115,8 +115,16 @@ def maker(group: Group, folder: Path, workload: Workload) -> Make:
 
     def make(*, plan: Any, **choices: Any) -> Runtime:
         sizes = [workload.shape.batch_size]
-        return graphshard.compile(
-            model, group, checkpoint=folder, plan=plan, capture_sizes=sizes, timeout_s=TIMEOUT_S, **choices
+        ignore = model.redundant_tensors
+        return compile_shown(
+            model,
+            group,
+            checkpoint=folder,
+            ignore=ignore,
+            plan=plan,
+            capture_sizes=sizes,
+            timeout_s=TIMEOUT_S,
+            **choices,
         )
 
     return make

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import graphshard
 from graphshard.bench.decode import EagerStep, Step, clear_state
 from graphshard.bench.gloo import gloo
 from graphshard.bench.step import Contender, Workload, measure_steps, num_steps_of
+from graphshard.cli.loading import compile_shown
 from graphshard.comm.group import Group
 from graphshard.core.specs import StepShape, WeightSpec
 from graphshard.load.checkpoint import Checkpoint
@@ -87,10 +87,11 @@ class _Field:
         return found
 
     def _compile(self, plan: Any, **choices: Any) -> Runtime:
-        made = graphshard.compile(
+        made = compile_shown(
             self.model,
             self._group,
             checkpoint=self._folder,
+            ignore=self.model.redundant_tensors,
             plan=plan,
             capture_sizes=self._request.batch_sizes,
             timeout_s=TIMEOUT_S,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-import graphshard
 from graphshard.bench.noop import noop_runtime
 from graphshard.bench.trace import bound_of, bound_rows
+from graphshard.cli.loading import compile_shown
 from graphshard.cli.planning import ANY_DEVICE, PlanRequest
 from graphshard.comm.group import Group
 from graphshard.core.specs import StepShape
@@ -57,9 +57,11 @@ class TinyRuntimes:
         choices = {**self._request.choices(), "step_shapes": [SHAPE]}
         if self._request.model is not None:
             folder = self._request.model
-            model, recipes = open_model(folder, max_batch_size=1)
+            model, recipes, ignore = open_model(folder, max_batch_size=1)
             plan = make_plan(model.spec(), group.world_size, ANY_DEVICE, **choices)
-            return graphshard.compile(model, group, checkpoint=folder, recipes=recipes, plan=plan, capture_sizes=())
+            return compile_shown(
+                model, group, checkpoint=folder, recipes=recipes, ignore=ignore, plan=plan, capture_sizes=()
+            )
         spec = synthetic_model(self._request.layers, (("proj", (1024,)),), dtype="float32")
         plan = make_plan(spec, group.world_size, ANY_DEVICE, min_shard_bytes=0, **choices)
         return noop_runtime(spec, plan, group)

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-import graphshard
 from graphshard.bench.decode import num_steps
 from graphshard.bench.side_by_side import NUM_WARMUPS, Workload, run_workload
 from graphshard.bench.trace import trace_timeline
+from graphshard.cli.loading import compile_shown
 from graphshard.comm.group import Group
 from graphshard.models.llama import load_llama
 from graphshard.runtime.graphs import StepGraph
@@ -29,10 +29,11 @@ def trace(group: Group, values: dict[str, Any]) -> dict[str, Any]:
     workload = Workload(prompts, values["num_tokens"], num_steps(prompts, values["num_tokens"]))
     length = max(values["cache_length"], workload.num_steps)
     model = load_llama(folder, batch_size, length)
-    with graphshard.compile(
+    with compile_shown(
         model,
         group,
         checkpoint=folder,
+        ignore=model.redundant_tensors,
         capture_sizes=[batch_size],
         timeout_s=TIMEOUT_S,
         **values["choices"],

@@ -65,6 +65,15 @@ class Llama:
         """Weights in the order in which a step first reads them."""
         return ModelSpec("llama", tuple(self._weights.values()), tuple(segment.spec for segment in self._segments))
 
+    @property
+    def redundant_tensors(self) -> tuple[str, ...]:
+        """Patterns of tensors that checkpoints of this model may hold and that no weight is made of.
+
+        A tied head that is stored a second time, and frequencies that are computed here.
+        """
+        tied = ("lm_head.weight",) if self.config.tied_embeddings else ()
+        return (*tied, "*rotary_emb.inv_freq")
+
     def buffers(self, shape: StepShape) -> tuple[BufferSpec, ...]:
         """Everything that lives longer than a segment.
 

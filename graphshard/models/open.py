@@ -20,10 +20,14 @@ DEFAULT_CACHE_LENGTH = 64
 
 
 class OpenedModel(NamedTuple):
-    """A model, and how its weights are made of its folder's tensors; no recipe for those that are read as they are."""
+    """A model, and how its weights are made of its folder's tensors; no recipe for those that are read as they are.
+
+    `ignore` are patterns of tensors that the folder may hold beside.
+    """
 
     model: SegmentedModel
     recipes: Mapping[str, Recipe]
+    ignore: tuple[str, ...]
 
 
 def load_config(folder: str | Path) -> LlamaConfig | KimiK3ModelConfig:
@@ -52,12 +56,13 @@ def open_model(folder: str | Path, max_batch_size: int, cache_length: int = DEFA
     if isinstance(config, LlamaConfig):
         from graphshard.models.llama import Llama  # imports torch
 
-        return OpenedModel(Llama(config, max_batch_size, cache_length), {})
+        llama = Llama(config, max_batch_size, cache_length)
+        return OpenedModel(llama, {}, llama.redundant_tensors)
     from graphshard.models.kimi_k3.model import KimiK3  # imports torch
     from graphshard.models.kimi_k3.recipes import kimi_k3_recipes
 
     model = KimiK3(config, max_batch_size, cache_length)
-    return OpenedModel(model, kimi_k3_recipes(model, Checkpoint(Path(folder)).entries))
+    return OpenedModel(model, kimi_k3_recipes(model, Checkpoint(Path(folder)).entries), ())
 
 
 def open_spec_model(folder: str | Path) -> SegmentedModel:

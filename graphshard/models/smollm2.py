@@ -17,6 +17,7 @@ from graphshard.core.errors import GraphshardError, LoadError
 from graphshard.core.sizes import format_bytes
 from graphshard.core.specs import WeightSpec
 from graphshard.load.checkpoint import Checkpoint
+from graphshard.load.progress import Advance, byte_bar
 from graphshard.load.writer import write_safetensors
 from graphshard.models.config import load_llama_config
 
@@ -39,7 +40,7 @@ def prepare_smollm2(cache_dir: Path | None = None, progress: bool = True) -> Pat
 
     Args:
         cache_dir: where to keep it; by default `graphshard` in the user's cache folder (XDG_CACHE_HOME, ~/.cache).
-        progress: show a progress bar on stderr.
+        progress: show a progress bar on stderr, where that is a terminal.
 
     Raises:
         LoadError: the package is not installed, the disk is full, or another process holds the lock for too long.
@@ -117,7 +118,7 @@ def _convert(source: Path, folder: Path, progress: bool) -> None:
     work = folder.parent / f".{NAME}.{os.getpid()}"
     work.mkdir()
     try:
-        with _progress(progress) as advance:
+        with byte_bar(progress) as advance:
             _write_files(source, work, advance)
         if folder.exists():
             folder.rename(work.with_suffix(".old"))
@@ -156,35 +157,3 @@ def _advancing(gguf: GgufLlama, specs: Sequence[WeightSpec], advance: Advance) -
     for spec, data in zip(specs, gguf.data(), strict=True):
         yield data
         advance.step(spec.num_bytes)
-
-
-class Advance:
-    """A progress bar's two verbs; does nothing by itself."""
-
-    def begin(self, what: str, total: int | None) -> None:
-        """Start the next stage, of `total` bytes if known."""
-
-    def step(self, num_bytes: int) -> None:
-        """Another `num_bytes` are done."""
-
-
-@contextmanager
-def _progress(show: bool) -> Iterator[Advance]:
-    if not show:
-        yield Advance()
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=None)
-
-        class Bar(Advance):
-            def begin(self, what: str, total: int | None) -> None:
-                bar.update(task, description=what, total=total, completed=0)
-
-            def step(self, num_bytes: int) -> None:
-                bar.update(task, advance=num_bytes)
-
-        yield Bar()

@@ -103,7 +103,7 @@ def test_a_llama_is_opened_too_and_others_are_named(tmp_path: Path) -> None:
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(values))
     assert isinstance(load_config(tmp_path), LlamaConfig)
-    model, recipes = open_model(tmp_path, 1, 8)
+    model, recipes, _ = open_model(tmp_path, 1, 8)
     assert model.spec().name == "llama" and recipes == {}
     assert open_spec_model(tmp_path).spec() == model.spec()
     (tmp_path / "config.json").write_text(json.dumps({**values, "model_type": "gpt2"}))
