@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from graphshard import formats, recipes
     from graphshard.api import attach, compile, prepare
     from graphshard.comm.group import Group, LocalGroup
     from graphshard.comm.rejoin import rejoin_group
@@ -56,6 +57,7 @@ _HOMES = {
     "graphshard.verify": ("verify",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_MODULES = ("formats", "recipes")
 
 __all__ = [
     "Attached",
@@ -84,16 +86,20 @@ __all__ = [
     "attach",
     "compile",
     "emit",
+    "formats",
     "init_group",
     "make_plan",
     "open_device",
     "prepare",
+    "recipes",
     "rejoin_group",
     "verify",
 ]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"graphshard.{name}")
     if name not in _HOME_OF:
         raise AttributeError(f"module 'graphshard' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOME_OF[name]), name)

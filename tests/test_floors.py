@@ -23,6 +23,7 @@ FLOORS = {
     "bench": 7,
     "report": 7,
     "api": 8,
+    "formats": 8,
     "recipes": 8,
     "cli": 8,
     "gpu_check": 8,
