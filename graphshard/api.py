@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,11 @@ from graphshard.core.errors import DeviceError
 from graphshard.core.specs import StepShape
 from graphshard.device import Device, open_device
 from graphshard.load.recipe import Recipes
+from graphshard.load.shard_folder import ShardFolder
 from graphshard.runtime.attach import Attached, attach_module
 from graphshard.runtime.bind import Hooks
 from graphshard.runtime.build import agree_on_device, build_runtime
+from graphshard.runtime.compiled import Compiled
 from graphshard.runtime.engine import Blocks, Prepared, RowRules, prepare_module
 from graphshard.runtime.model import SegmentedModel
 from graphshard.runtime.planning import Hardware, PlanChoice, PlanRequest, compile_request, limits_of
@@ -51,8 +53,7 @@ def compile(  # the field's verb, as in torch.compile; always used as graphshard
     Args:
         model: a model cut into segments, e.g. `graphshard.models.llama.Llama`.
         group: the ranks that share one copy of the weights.
-        checkpoint: a safetensors file or folder, or tensors by weight name; or a folder that `Runtime.save_shards` of
-            as many ranks wrote, which holds finished weights.
+        checkpoint: a safetensors file or folder; tensors by name; or what `Runtime.save_shards` of as many ranks wrote.
         recipes: how weights are made of the checkpoint's tensors, where one is not the tensor of its own name.
         ignore: patterns (`*`, `?`, `[a-z]`) of the checkpoint's tensors that no weight is made of; others are an error.
         on_load: told, a few times a second, of the bytes that this rank has loaded and of all that it is to load.
@@ -69,26 +70,15 @@ def compile(  # the field's verb, as in torch.compile; always used as graphshard
     Raises:
         SpecError, ProgramError, LoadError, CommError, DeviceError: see each class; on every rank alike.
     """
-    limits = limits_of(timeout_s, hooks, progress)
-    device = _opened(device, group)
+    limits, device = limits_of(timeout_s, hooks, progress), _opened(device, group)
     shapes = [StepShape(*size) if isinstance(size, tuple) else StepShape(size) for size in capture_sizes]
     with agree_on_device(group, device) as agreed:
         shards = open_shards(group, checkpoint, model.spec)
-        saved = None if shards is None else shards.manifest
-        request = PlanRequest(plan, choices, hardware, shapes, saved=saved)
+        request = PlanRequest(plan, choices, hardware, shapes, saved=None if shards is None else shards.manifest)
         compiled = group.agree("plan", lambda: compile_request(model.spec(), group, agreed, request))
-        with ExitStack() as stack:
-            filler: Filler
-            if shards is not None:
-                filler = stack.enter_context(closing(ShardFiller(shards)))
-            else:
-                store = stack.enter_context(
-                    closing(group.agree("checkpoint", lambda: open_store(checkpoint, compiled.model)))
-                )
-                filler = SourceFiller(RecipeSource(store, recipes, ignore), on_load)
-            epoch = 0 if saved is None else saved.epoch
-            runtime = build_runtime(compiled, model, filler, group, device, agreed=agreed, epoch=epoch, **limits)
-    return _captured(runtime, shapes)
+        with _filler(group, compiled, shards, checkpoint, recipes, ignore, on_load) as (filler, more):
+            limits |= more
+            return _captured(build_runtime(compiled, model, filler, group, device, agreed=agreed, **limits), shapes)
 
 
 def attach(
@@ -176,7 +166,7 @@ def prepare(
         row_multiple: ranks part a weight between so many rows, such as 128 for block scales; or that by pattern.
         blocks: by pattern, the rows of each part of a merged weight by shard id (`{"q": 4096, "k": 512, "v": 512}`), or
             in order for shard ids 0, 1, ...
-        follow: by pattern, for parameters that have a row for each so many rows of the weight by rows beside them: 1
+        follow: by pattern, for parameters that have a row for each so many rows of the matrix by rows beside them: 1
             for scales of channels, 128 for those of blocks. They may come into being by post-load processing.
         device: "host", or an open device.
 
@@ -203,6 +193,25 @@ def _attachable(device: Device) -> Device:
             "segments run there (graphshard.compile), captured or as loops of one's own (Runtime.begin_step)"
         )
     return device
+
+
+@contextmanager
+def _filler(
+    group: Group,
+    compiled: Compiled,
+    shards: ShardFolder | None,
+    checkpoint: str | Path | Mapping[str, Tensor],
+    recipes: Recipes | None,
+    ignore: Sequence[str],
+    on_load: OnLoad | None,
+) -> Iterator[tuple[Filler, dict[str, Any]]]:
+    """What fills the memory, and what else `build_runtime` is told of the weights."""
+    if shards is not None:
+        with closing(ShardFiller(shards)) as filler:
+            yield filler, {"epoch": shards.manifest.epoch, "recipes": recipes, "ignore": ignore}
+    else:
+        with closing(group.agree("checkpoint", lambda: open_store(checkpoint, compiled.model))) as store:
+            yield SourceFiller(RecipeSource(store, recipes, ignore), on_load), {"recipes": recipes, "ignore": ignore}
 
 
 def _captured(runtime: Runtime, shapes: Sequence[StepShape]) -> Runtime:

@@ -108,8 +108,24 @@ def build_runtime(
         filled = _fill(compiled, filler, group, device, buffers, opening, welcome)
         if welcome is None:
             filled.control.mine.set_epoch(epoch)
-    weights = segment_weights(compiled.model, plan, compiled.layout, filled.memory)
-    runtime = Runtime(
+    runtime = _bound(compiled, segmented, filled, group, device, timeout_s, hooks)
+    runtime.load_report = filler.report
+    runtime.recipes, runtime.ignore = dict(recipes or {}), tuple(ignore)
+    return _checked(runtime, certificate, agreed, filled, opening.why_no_rejoin)
+
+
+def _bound(
+    compiled: Compiled,
+    segmented: SegmentedModel,
+    filled: _Filled,
+    group: Group,
+    device: Device,
+    timeout_s: float,
+    hooks: Hooks,
+) -> Runtime:
+    shapes = compiled.plan.step_shapes
+    weights = segment_weights(compiled.model, compiled.plan, compiled.layout, filled.memory)
+    return Runtime(
         compiled,
         group=group,
         driver=device.driver,
@@ -117,14 +133,10 @@ def build_runtime(
         transport=filled.transport,
         alignment=filled.transport.alignment(filled.control, timeout_s),
         control=filled.control,
-        compute=ComputeTable(segmented, compiled.model, weights, filled.memory, plan.step_shapes),
+        compute=ComputeTable(segmented, compiled.model, weights, filled.memory, shapes),
         hooks=hooks,
         torch_cuda=_torch_cuda(device, hooks),
-        recipes=recipes,
-        ignore=ignore,
     )
-    runtime.load_report = filler.report
-    return _checked(runtime, certificate, agreed, filled, opening.why_no_rejoin)
 
 
 def _checked(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from types import TracebackType
 
@@ -25,7 +25,6 @@ from graphshard.comm.group import Group
 from graphshard.comm.transport import Transport
 from graphshard.core.errors import DeviceError, GraphshardError, SpecError
 from graphshard.core.specs import BufferRole, StepShape
-from graphshard.load.recipe import Recipes
 from graphshard.runtime.admission import Admission
 from graphshard.runtime.bind import BoundProgram, Hooks, gathers_text
 from graphshard.runtime.binding import leave_behind
@@ -62,10 +61,8 @@ class Runtime(Updating, Saving):
         compute: ComputeTable,
         hooks: Hooks,
         torch_cuda: TorchCuda | None = None,
-        recipes: Recipes | None = None,
-        ignore: Sequence[str] = (),
     ) -> None:
-        """With `torch_cuda` compute is torch's on a GPU; else it is the host's. `recipes`, `ignore`: for updates."""
+        """With `torch_cuda` compute is torch's on a GPU; else it is the host's."""
         super().__init__(
             compiled,
             rank=group.rank,
@@ -75,7 +72,7 @@ class Runtime(Updating, Saving):
             alignment=alignment,
             hooks=hooks,
         )
-        self.group, self.recipes, self.ignore = group, dict(recipes or {}), tuple(ignore)
+        self.group = group
         self._control, self._compute = control, compute
         self.turn = StepTurn(self.timeout_s)
         if torch_cuda is not None:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from graphshard.core.sizes import format_bytes
+from graphshard.runtime.update.selection import Selection
+from graphshard.runtime.update.staging import Staging
 
 
 @dataclass(frozen=True)
@@ -21,11 +23,9 @@ class UpdateReport:
     num_tensors: int
     """Tensors that were given, and used."""
     staged_bytes: int
-    """Host memory that held what this rank writes: pieces of its chunks, and resident weights."""
+    """Host memory that held what this rank has written: pieces of its chunks, and resident weights."""
     peak_bytes: int
     """The most that was held at one time: staged bytes, and tensors of recipes that still waited for others."""
-    written_bytes: int
-    """Bytes written into shards and resident memory; equal to `staged_bytes`."""
     seconds: Mapping[str, float]
     """How long each stage took: `staging` beside steps, the others while none runs."""
 
@@ -41,3 +41,16 @@ class UpdateReport:
             f"staged {format_bytes(self.staged_bytes)}, at most {format_bytes(self.peak_bytes)} at one time, "
             f"in {self.seconds.get('staging', 0.0):.2f} s beside steps; paused {self.pause_s:.3f} s\n"
         )
+
+
+def report_of(epoch: int, selection: Selection, staging: Staging, seconds: Mapping[str, float]) -> UpdateReport:
+    """Of an update that has ended well."""
+    return UpdateReport(
+        epoch,
+        selection.updated,
+        selection.kept,
+        len(staging.checksums),
+        staging.staged_bytes,
+        staging.peak_bytes,
+        dict(seconds),
+    )

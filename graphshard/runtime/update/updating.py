@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from torch import Tensor
 
@@ -36,7 +37,7 @@ from graphshard.runtime.stepping import Stepping
 from graphshard.runtime.update.agreement import compare_staged
 from graphshard.runtime.update.outside import Outside
 from graphshard.runtime.update.places import places_of
-from graphshard.runtime.update.report import UpdateReport
+from graphshard.runtime.update.report import UpdateReport, report_of
 from graphshard.runtime.update.selection import Selection, select
 from graphshard.runtime.update.staging import StagedPiece, Staging
 from graphshard.runtime.update.visible import moved_rows, moved_text
@@ -44,6 +45,7 @@ from graphshard.runtime.update.visible import moved_rows, moved_text
 STAGES = ("staging", "staged", "stopping", "stopped", "decided", "writing", "written", "checked")
 """What `Hooks.update` is told, in this order: after each tensor; all are staged; no step begins any more; nothing runs
 here; all ranks have stopped; after each piece; all is written; all was gathered and compared."""
+_STAGING = "update: staging"
 NUM_OLD_STAGES = 4
 """Until the end of this many stages a failure leaves the old weights; later ones leave none."""
 
@@ -55,6 +57,8 @@ class _Attempt:
     group: Group
     epoch: int
     """Before it."""
+    num_taken: int = 0
+    """Tensors that have come."""
     seconds: dict[str, float] = field(default_factory=dict)
     checksums: ChunkChecksums | None = None
     """Of what was written, on all ranks."""
@@ -72,9 +76,9 @@ class Updating(Stepping):
     """The base of `Runtime` that changes weights between steps."""
 
     group: Group
-    recipes: Recipes
+    recipes: Recipes = MappingProxyType({})
     """How weights are made of a checkpoint's tensors, at load and at each update."""
-    ignore: tuple[str, ...]
+    ignore: tuple[str, ...] = ()
     """Patterns of tensors that no weight is made of, and that may come nevertheless."""
     outside = Outside()
     """What an attached module has beside."""
@@ -124,39 +128,39 @@ class Updating(Stepping):
         """
         refuse_inside_segment("update")
         refuse_fork(self._owner_pid)
-        if isinstance(self.group, Newcomer):
-            raise CommError(
-                f"update: rank {self.rank} came back to job {self.group.job}, and has no part in what its ranks do "
-                "together: start all ranks anew with the new weights"
-            )
         pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
-        with self._updating:
-            group = self.group.subgroup(range(self.group.world_size))
-            assert group is not None
+        with self._updating, closing(self._whole_group()) as group:
             attempt = _Attempt(group, self.epoch)
             with attempt.timed("staging"):
-                selection, staging = group.agree("update: staging", lambda: self._stage(pairs, only, keep))
+                selection, staging = group.agree(
+                    _STAGING, lambda: self._stage(attempt, pairs, only, keep), progress=lambda: attempt.num_taken
+                )
                 compare_staged(group, attempt.epoch, selection, staging.checksums)
                 may_write, is_done = Verdict.exchange(group, ["to write", "that the update is done"])
             with self.turn.lock:
                 self._stop(attempt, may_write)
                 self._write(attempt, staging, is_done)
-            group.close()
-        return UpdateReport(
-            self.epoch,
-            selection.updated,
-            selection.kept,
-            len(staging.checksums),
-            staging.staged_bytes,
-            staging.peak_bytes,
-            sum(piece.place.num_bytes for piece in staging.pieces),
-            attempt.seconds,
-        )
+            return report_of(self.epoch, selection, staging, attempt.seconds)
+
+    def _whole_group(self) -> Group:
+        """All ranks, for one update: where it fails the group that the server has is as it was."""
+        if isinstance(self.group, Newcomer):
+            raise CommError(
+                f"update: rank {self.rank} came back to job {self.group.job}, and has no part in what its ranks do "
+                "together: start all ranks anew with the new weights"
+            )
+        group = self.group.subgroup(range(self.group.world_size))
+        assert group is not None
+        return group
 
     # --- stage ---
 
     def _stage(
-        self, tensors: Iterable[tuple[str, Tensor]], only: str | Iterable[str] | None, keep: str | Iterable[str]
+        self,
+        attempt: _Attempt,
+        tensors: Iterable[tuple[str, Tensor]],
+        only: str | Iterable[str] | None,
+        keep: str | Iterable[str],
     ) -> tuple[Selection, Staging]:
         self.check_open()
         self._alignment.check("an update")
@@ -168,10 +172,17 @@ class Updating(Stepping):
                 f"out {len(selection.kept)}, {selection.kept[0]} first: update without only and keep"
             )
         places = places_of(self.layout, self.rank) | self.outside.places()
-        hook = self.hooks.update
-        staging = Staging(specs, self.recipes, self.ignore, selection, places, lambda: hook("staging"))
+
+        def on_tensor() -> None:
+            attempt.num_taken += 1
+            hopeless = attempt.group.why_hopeless(_STAGING)
+            if hopeless is not None:
+                raise CommError(hopeless)
+            self.hooks.update("staging")
+
+        staging = Staging(specs, self.recipes, self.ignore, selection, places, on_tensor)
         staging.take(tensors)
-        hook("staged")
+        self.hooks.update("staged")
         return selection, staging
 
     # --- stop; from here on the lock is held ---
