@@ -8,7 +8,7 @@ from typing import Any
 from graphshard.comm.group import Group
 from graphshard.core.counts import which_ranks
 from graphshard.core.errors import CommError
-from graphshard.core.layout import Layout
+from graphshard.core.layout import Layout, WeightView
 
 Ranges = Mapping[str, Sequence[tuple[int, int]]]
 """Half-open ranges of bytes, by weight."""
@@ -50,19 +50,21 @@ def check_coverage(layout: Layout, loaded: Sequence[Ranges]) -> None:
                 (b, e, rank) for rank, of_rank in enumerate(loaded) for b, e in of_rank.get(view.weight, ())
             )
             end, owner = 0, -1
-            for begin, piece_end, rank in [*pieces, (view.num_bytes, view.num_bytes, -1)]:
-                if begin != end and not (rank < 0 and end > view.num_bytes):
-                    what = f"no rank loaded bytes {end} to {begin}"
-                    if begin < end:
-                        what = f"{which_ranks(sorted({owner, rank} - {-1}))} loaded bytes {begin} to {end} twice"
-                    raise _broken(view.weight, view.num_bytes, what)
+            for begin, piece_end, rank in pieces:
+                if begin > end:
+                    raise _broken(view, f"no rank loaded bytes {end} to {begin}")
+                if begin < end:
+                    twice = f"{which_ranks(sorted({owner, rank}))} loaded bytes {begin} to {min(end, piece_end)} twice"
+                    raise _broken(view, twice)
                 end, owner = piece_end, rank
+            if end < view.num_bytes:
+                raise _broken(view, f"no rank loaded bytes {end} to {view.num_bytes}")
             if end > view.num_bytes:
-                raise _broken(view.weight, view.num_bytes, f"rank {owner} loaded bytes up to {end}")
+                raise _broken(view, f"rank {owner} loaded bytes up to {end}")
 
 
-def _broken(weight: str, num_bytes: int, what: str) -> CommError:
+def _broken(view: WeightView, what: str) -> CommError:
     return CommError(
-        f"weight {weight}, {num_bytes} bytes, is not whole: {what}. Two processes may have the same rank, or a rank "
-        "another world size: see that each has its own RANK, and all the same WORLD_SIZE"
+        f"weight {view.weight}, {view.num_bytes} bytes, is not whole: {what}. Two processes may have the same rank, or "
+        "a rank another world size: see that each has its own RANK, and all the same WORLD_SIZE"
     )
