@@ -8,10 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from executor import Executor
 from kimi_k3_reference import SIZES, SMALL
+from ranks import run_on_ranks
 from safetensors.torch import load_file
 from torch import Tensor
 
+import graphshard
+from graphshard.comm.group import Group
 from graphshard.core.errors import LoadError, SpecError
 from graphshard.load.checkpoint import Checkpoint
 from graphshard.load.recipe_runs import byte_runs
@@ -58,6 +62,36 @@ def test_either_variant_is_made_of_either_form(saved_fused: bool, fused: bool, t
     assert all(torch.equal(got[name], want[name]) for name in want)
     _, same = random_kimi_k3(CONFIG, seed=3, fused=fused)
     assert all(torch.equal(got[name], same[name]) for name in want)
+
+
+def loaded(group: Group, folder: str, fused: bool) -> tuple[list[float], set[str], int, int]:
+    """Logits of one step; then the ways of the weights, bytes kept, bytes read."""
+    model = load_kimi_k3(folder, 2, fused=fused)
+    recipes = kimi_k3_recipes(model, Checkpoint(Path(folder)).entries)
+    with graphshard.compile(model, group, checkpoint=folder, recipes=recipes, units="layer") as runtime:
+        step = runtime.graph(1)
+        step.inputs["tokens"].fill_(7)
+        step.inputs["positions"].zero_()
+        step.replay()
+        told = runtime.load_report
+        return (
+            step.outputs["logits"].flatten().tolist(),
+            {weight.way for weight in told.weights},
+            told.kept_bytes,
+            told.bytes_read,
+        )
+
+
+@pytest.mark.parametrize(("saved_fused", "fused"), [(False, True), (True, False)])
+def test_each_rank_reads_the_bytes_that_it_keeps_and_no_others(saved_fused: bool, fused: bool, tmp_path: Path) -> None:
+    pieces = random_pieces(CONFIG, seed=3)
+    save_kimi_k3(tmp_path, CONFIG, pieces, fused=saved_fused)
+    executor = Executor(*random_kimi_k3(CONFIG, seed=3, fused=fused))
+    want = executor.step(torch.tensor([[7]]), torch.tensor([[0]])).flatten().tolist()
+    for logits, ways, kept_bytes, bytes_read in run_on_ranks(loaded, 2, str(tmp_path), fused):
+        assert logits == want
+        assert ways == {"bytes"}
+        assert bytes_read == kept_bytes
 
 
 def test_what_is_written_is_what_others_read(tmp_path: Path) -> None:
