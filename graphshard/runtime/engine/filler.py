@@ -163,9 +163,9 @@ class _Transfer:
         self.peers = [(first + i) % group.world_size for i in range(group.world_size - 1)]
 
     def num_stripes(self, window_bytes: int) -> int:
-        """Stripes in which the largest slice passes a window."""
+        """Stripes in which the largest slice passes a window; one if there is none."""
         most = max(end - begin for begin, end in zip(self._bounds, self._bounds[1:], strict=False))
-        return max(1, -(-most // max(1, window_bytes)))
+        return max(1, -(-most // window_bytes)) if window_bytes else 1
 
     def take_own(self) -> None:
         """Take this rank's rows, and copy what is wanted of them."""

@@ -67,7 +67,7 @@ class Ledger:
         if wrong:
             shown = "".join(f"\n  {line}" for line in wrong[:_MOST]) + ("\n  ..." if len(wrong) > _MOST else "")
             raise LoadError(
-                f"{len(wrong)} of {len(weights)} weights are not loaded: call their weight_loader, "
+                f"{len(wrong)} of {len(weights)} weights not loaded: call their weight_loader, "
                 f"or load() with their name{shown}"
             )
 

@@ -71,10 +71,9 @@ def _made(old: Tensor, is_row: bool, again: Callable[[Tensor, Tensor], Tensor]) 
         return old
     if is_row:
         return again(old, placeholder(shape, old.dtype))
-    data = torch.empty_like(old, device="cpu")
+    data = torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device="cpu")
     if data.numel():
-        flat = torch.empty(0, dtype=torch.uint8).set_(data.untyped_storage())
-        flat.fill_(POISON)
+        torch.empty(0, dtype=torch.uint8).set_(data.untyped_storage()).fill_(POISON)
     return again(old, data)
 
 
