@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from census import open_files
 
 from graphshard.core.errors import LoadError
 from graphshard.core.specs import WeightSpec
@@ -95,35 +96,24 @@ def test_changes_are_noticed_and_never_a_mixture(
         assert tensor_bytes(fresh, "b") == bytes([later]) * SIZE and fresh.identity() != before
 
 
-def open_files() -> list[str]:
-    return [target for fd in os.listdir("/proc/self/fd") if (target := _target(fd)).endswith(".safetensors")]
-
-
-def _target(fd: str) -> str:
-    try:
-        return os.readlink(f"/proc/self/fd/{fd}")
-    except FileNotFoundError:  # the descriptor of the listing itself
-        return ""
-
-
 def test_descriptors_go_when_a_checkpoint_is_closed_forgotten_or_refused(tmp_path: Path) -> None:
     write(tmp_path, 1, "a", "1.safetensors")
     write(tmp_path, 1, "b", "2.safetensors")
     folder = index(tmp_path, {"a": "1.safetensors", "b": "2.safetensors"})
     checkpoint = Checkpoint(folder)
-    assert len(open_files()) == 2
+    assert len(open_files(".safetensors")) == 2
     checkpoint.close()
     checkpoint.close()
-    assert open_files() == []
+    assert open_files(".safetensors") == []
     with pytest.raises(LoadError, match="is closed: open the checkpoint again"):
         tensor_bytes(checkpoint, "a")
     checkpoint = Checkpoint(folder)
     del checkpoint
-    assert open_files() == []
+    assert open_files(".safetensors") == []
     os.truncate(tmp_path / "2.safetensors", 100)
     with pytest.raises(LoadError, match="is truncated"):
         Checkpoint(folder)
-    assert open_files() == []
+    assert open_files(".safetensors") == []
 
 
 @pytest.mark.parametrize(
