@@ -145,8 +145,8 @@ class Prepared:
         request = PlanRequest(plan, {**defaults, **choices}, hardware, defaults={"units": "layer"})
         with agree_on_device(self.group, self._device) as agreed, torch.inference_mode(False):
             standing = self.group.agree("finalize", self._look)
-            refuse_unlike(self.group, "finalize", standing.text())
             refuse_differing(self.group, standing.new)
+            refuse_unlike(self.group, "finalize", standing.text())
             model = standing.spec.model
             compiled = self.group.agree("plan", lambda: compile_request(model, self.group, agreed, request))
             runtime = self._build(standing, compiled, agreed, limits)

@@ -1,0 +1,348 @@
+"""`finalize`: what post-load processing may leave, what it may not, and failures that all ranks share."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_on_ranks, try_on_ranks
+from server_modules import ServerLinear, checkpoint_of, load_all, online_fp8, prepare_server, server_model
+from torch import Tensor, nn
+
+import graphshard
+from graphshard._core import Memory
+from graphshard.comm.group import Group, LocalGroup
+from graphshard.core.errors import DeviceError, LoadError, ProgramError, SpecError
+from graphshard.device import open_device
+from graphshard.runtime.engine import Prepared, filler
+from graphshard.runtime.weights.quantize import fp8_scale
+
+PARTS, WIDTH = [12, 4, 5], 8
+PLAN: dict[str, Any] = {"min_shard_bytes": 0, "units": "layer", "prefetch_depth": 0}
+Change = Callable[[Prepared, ServerLinear], None]
+
+
+def loaded(group: Group, seed: int = 0, **options: Any) -> Prepared:
+    prepared = prepare_server(server_model(PARTS, WIDTH), group, PARTS, **options)
+    load_all(prepared, checkpoint_of(server_model(PARTS, WIDTH, "cpu"), seed), PARTS)
+    return prepared
+
+
+def qkv(prepared: Prepared) -> ServerLinear:
+    found = prepared.module.get_submodule("layers.0.qkv")
+    assert isinstance(found, ServerLinear)
+    return found
+
+
+# --- a whole run: the module computes what one with whole weights does ---
+
+
+def run_rank(group: Group, how: str) -> dict[str, Any]:
+    whole = server_model(PARTS, WIDTH, "cpu")
+    whole.load_state_dict(checkpoint_of(whole))
+    prepared = loaded(group, follow={"*.weight_scale": 1} if how == "channel" else {})
+    if how != "none":
+        online_fp8(prepared, how)
+        alone = prepare_server(server_model(PARTS, WIDTH), LocalGroup(1)[0], PARTS)
+        load_all(alone, whole.state_dict(), PARTS)
+        online_fp8(alone, how)
+        for name, parameter in alone.module.named_parameters():
+            path, _, attribute = name.rpartition(".")
+            setattr(whole.get_submodule(path), attribute, nn.Parameter(parameter.detach().clone(), requires_grad=False))
+    x = torch.linspace(-1, 1, 3 * WIDTH).view(3, WIDTH)
+    with torch.no_grad(), prepared.finalize(**PLAN) as attached:
+        found = [prepared.module(x) for _ in range(2)]
+        group.barrier()
+        state = prepared.module.state_dict()
+        attached.detach()
+        again = prepared.module(x)
+    right = all(torch.equal(result, whole(x)) for result in (*found, again))
+    same = all(
+        torch.equal(state[name].view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8))
+        for name, tensor in whole.state_dict().items()
+    )
+    return {"right": right, "state": same, "units": len(attached.plan.units)}
+
+
+@pytest.mark.parametrize("how", ["none", "tensor", "channel"])
+def test_a_finalized_module_computes_what_whole_weights_do(how: str) -> None:
+    with torch.no_grad():
+        assert run_on_ranks(run_rank, 3, how) == [{"right": True, "state": True, "units": 2}] * 3
+
+
+def own_loop_rank(group: Group) -> bool:
+    whole = server_model(PARTS, WIDTH, "cpu")
+    whole.load_state_dict(checkpoint_of(whole))
+    prepared = loaded(group)
+    with torch.no_grad(), prepared.finalize(own_loop=True, **PLAN) as attached:
+        x = y = torch.ones(1, WIDTH)
+        with attached.begin_step() as step:
+            for i, (mine, theirs) in enumerate(zip(prepared.module.layers, whole.layers, strict=True)):  # type: ignore[arg-type]
+                step.before_layer(i)
+                x, y = mine(x), theirs(y)
+                step.after_layer(i)
+        group.barrier()
+    return torch.equal(x, y)
+
+
+def test_a_loop_of_ones_own_over_a_finalized_module() -> None:
+    assert run_on_ranks(own_loop_rank, 2) == [True, True]
+
+
+def test_a_replicated_plan_makes_every_weight_whole_and_resident() -> None:
+    def rank(group: Group) -> bool:
+        prepared = loaded(group)
+        tensors = checkpoint_of(server_model(PARTS, WIDTH, "cpu"))
+        with prepared.finalize(plan="replicated") as attached:
+            module = dict(prepared.module.named_parameters())
+            same = all(torch.equal(module[name], tensors[name]) for name in module)
+            return same and attached.plan.units == ()
+
+    assert run_on_ranks(rank, 3) == [True] * 3
+
+
+# --- amax over all ranks' rows ---
+
+
+def amax_rank(group: Group) -> list[Any]:
+    prepared = loaded(group)
+    rows, tensor = prepared.rows["layers.0.qkv.weight"], checkpoint_of(server_model(PARTS, WIDTH, "cpu"))
+    whole = tensor["layers.0.qkv.weight"].float().abs()
+    amax = prepared.combined_amax("layers.0.qkv.weight")
+    by_part = [float(prepared.combined_amax("layers.0.qkv.weight", shard_id=part)) for part in "qkv"]
+    channel = prepared.combined_amax("layers.0.qkv.weight", per="channel")
+    return [
+        amax.shape == (1,) and float(amax) == float(whole.max()),
+        by_part == [float(part.max()) for part in whole.split(PARTS)],
+        torch.equal(channel, whole.amax(dim=1)[slice(*rows)]),
+    ]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 8])
+def test_amax_of_rows_is_that_of_the_whole_and_of_each_part(world_size: int) -> None:
+    assert run_on_ranks(amax_rank, world_size) == [[True] * 3] * world_size
+
+
+def bad_amax_rank(group: Group) -> None:
+    prepared = loaded(group)
+    if group.rank == 1:
+        qkv(prepared).weight.data[0, 0] = float("nan")
+    prepared.combined_amax("layers.0.qkv.weight")
+
+
+def test_a_nan_in_one_ranks_rows_is_everybodys_error() -> None:
+    for outcome in try_on_ranks(bad_amax_rank, 2):
+        assert outcome.error_type == "LoadError" and re.search(r"rank 1: weight layers\.0\.qkv\.weight", outcome.error)
+
+
+# --- what processing may not leave ---
+
+
+def _transposed(prepared: Prepared, linear: ServerLinear) -> None:
+    linear.weight.data = linear.weight.data.t()
+
+
+def _transposed_copy(prepared: Prepared, linear: ServerLinear) -> None:
+    linear.weight = nn.Parameter(linear.weight.data.t().contiguous(), requires_grad=False)
+
+
+def _whole_again(prepared: Prepared, linear: ServerLinear) -> None:
+    linear.weight = nn.Parameter(torch.zeros(sum(PARTS), WIDTH), requires_grad=False)
+
+
+def _taken_away(prepared: Prepared, linear: ServerLinear) -> None:
+    del linear.weight
+
+
+def _fused(prepared: Prepared, linear: ServerLinear) -> None:
+    out = prepared.module.get_parameter("layers.0.out.weight").data.view(-1)
+    linear.fused = nn.Parameter(torch.cat([linear.weight.data.view(-1), out]), requires_grad=False)
+
+
+def _unlike_scale(prepared: Prepared, linear: ServerLinear) -> None:
+    linear.weight_scale = nn.Parameter(fp8_scale(linear.weight.data.float().abs().max(), "float8_e4m3fn"))
+
+
+def _unlike_buffer(prepared: Prepared, linear: ServerLinear) -> None:
+    linear.register_buffer("weight_scale", linear.weight.data.float().abs().amax(dim=1))
+
+
+def _subclass(prepared: Prepared, linear: ServerLinear) -> None:
+    linear.weight = torch.Tensor._make_subclass(_Odd, linear.weight.data)
+
+
+class _Odd(nn.Parameter):
+    pass
+
+
+LEFT: dict[str, tuple[Change, str, str]] = {
+    "transposed": (_transposed, "ProgramError", r"qkv\.weight is bfloat16\[8, \d+\] with strides .*exclude="),
+    "transposed copy": (_transposed_copy, "ProgramError", r"qkv\.weight is bfloat16\[8, \d+\] before finalize\(\)"),
+    "whole": (_whole_again, "ProgramError", r"is float32\[21, 8\] before .* keeps \d+ rows of \[21, 8\]"),
+    "taken away": (_taken_away, "ProgramError", r"qkv\.weight is no longer a parameter .* merged weight with blocks="),
+    "fused": (_fused, "SpecError", r"layers\.0\.qkv\.fused"),
+    "unlike scale": (_unlike_scale, "SpecError", r"qkv\.weight_scale was made by post-load .* combined_amax\(\)"),
+    "buffer": (_unlike_buffer, "SpecError", r"qkv\.weight_scale was made by .* make it a parameter and say follow="),
+    "subclass": (_subclass, "ProgramError", r"qkv\.weight cannot be sharded .*: it is a _Odd"),
+}
+
+
+def left_rank(group: Group, name: str, only: int | None) -> None:
+    prepared = loaded(group)
+    if only is None or group.rank == only:
+        LEFT[name][0](prepared, qkv(prepared))
+    prepared.finalize(**PLAN)
+
+
+@pytest.mark.parametrize("only", [None, 1])
+@pytest.mark.parametrize("name", LEFT)
+def test_what_is_no_longer_the_ranks_rows_is_the_same_named_error_on_all(name: str, only: int | None) -> None:
+    _, kind, expected = LEFT[name]
+    outcomes = try_on_ranks(left_rank, 3, name, only)
+    for outcome in outcomes:
+        assert outcome.error_type == kind and re.search(expected, outcome.error), outcome
+    assert len({outcome.error for outcome in outcomes}) == 1
+
+
+def dtype_rank(group: Group) -> None:
+    prepared = loaded(group)
+    if group.rank == 2:
+        qkv(prepared).weight.data = qkv(prepared).weight.data.float()
+    prepared.finalize(**PLAN)
+
+
+def test_ranks_that_process_unlike_are_told_the_weight() -> None:
+    for outcome in try_on_ranks(dtype_rank, 3):
+        assert outcome.error_type == "SpecError"
+        assert re.search(r"rank 0 has layers\.0\.qkv\.weight bfloat16\[21, 8\], rank 2 has .*float32", outcome.error)
+
+
+def test_a_follow_pattern_that_nothing_matches_is_refused() -> None:
+    prepared = loaded(LocalGroup(1)[0], follow={"*.weight_scale": 1})
+    with pytest.raises(SpecError, match=r"follow: pattern '\*\.weight_scale' matches no parameter"):
+        prepared.finalize()
+    linear = qkv(prepared)
+    linear.weight_scale = nn.Parameter(torch.ones(3), requires_grad=False)
+    with pytest.raises(SpecError, match=r"weight_scale is \[3\], and follows this rank's rows .* would have 21"):
+        prepared.finalize()
+
+
+def before_rank(group: Group) -> None:
+    prepared = prepare_server(server_model(PARTS, WIDTH), group, PARTS)
+    qkv(prepared).weight = nn.Parameter(torch.zeros(sum(PARTS), WIDTH), requires_grad=False)
+    tensors = checkpoint_of(server_model(PARTS, WIDTH, "cpu"))
+    del tensors["layers.0.qkv.weight"]
+    load_all(prepared, tensors, PARTS)
+    prepared.finalize(**PLAN)
+
+
+def test_a_weight_that_was_replaced_instead_of_loaded_is_named() -> None:
+    expected = r"qkv\.weight was never loaded, and was replaced by float32\[21, 8\] on cpu: load it through its wei"
+    for outcome in try_on_ranks(before_rank, 2):
+        assert outcome.error_type == "LoadError" and re.search(expected, outcome.error), outcome
+    prepared = prepare_server(server_model(PARTS, WIDTH), LocalGroup(1)[0], PARTS)
+    qkv(prepared).weight.data = torch.zeros(21, WIDTH, dtype=torch.bfloat16)
+    with pytest.raises(ProgramError, match=r"qkv\.weight was replaced by .* before all of it was loaded"):
+        prepared.load("layers.0.qkv.weight", torch.zeros(21, WIDTH, dtype=torch.bfloat16))
+
+
+# --- failures in the middle ---
+
+
+class Failing:
+    """A device whose allocations fail from some number on, on one rank."""
+
+    def __init__(self, num_ranks: int, fails_at: int) -> None:
+        self._device = open_device("host", num_ranks=num_ranks)
+        self._left = fails_at
+
+    def allocate(self, num_bytes: int, exportable: bool = False) -> Memory:
+        self._left -= 1
+        if self._left == 0:
+            raise DeviceError(f"no memory for {num_bytes} B (a test)")
+        return self._device.allocate(num_bytes, exportable)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._device, name)
+
+
+def failing_rank(group: Group, fails_at: int) -> str:
+    device = Failing(group.world_size, fails_at if group.rank == 1 else 0)
+    prepared = prepare_server(server_model(PARTS, WIDTH), group, PARTS, device=device)
+    tensors = checkpoint_of(server_model(PARTS, WIDTH, "cpu"))
+    load_all(prepared, tensors, PARTS)
+    prepared.finalize(**PLAN).close()
+    return "finalized"
+
+
+def test_a_rank_without_memory_fails_all_at_once_wherever_it_happens() -> None:
+    num_rows = 10  # allocations of rows, each of which fails in its loader; then chunks, slots, the window
+    ends = [try_on_ranks(failing_rank, 2, fails_at, group_timeout_s=20.0) for fails_at in range(1, num_rows + 5)]
+    errors = [[outcome.error for outcome in outcomes] for outcomes in ends]
+    failed = [pair for pair in errors if any(pair)]
+    assert len(failed) >= num_rows + 3
+    for pair in failed[num_rows:]:
+        assert "failed on rank 1: no memory for" in pair[0] and pair[0] == pair[1], pair
+    for pair in failed[:num_rows]:
+        assert "no memory for" in pair[1] and pair[0], pair
+
+
+def broken_rank(group: Group, at: str) -> None:
+    prepared = loaded(group)
+    if group.rank == 1:
+        row = prepared._rows["layers.1.qkv.weight"]
+        fails = iter([False, at == "rows"])
+        standing = row.standing
+
+        def stands() -> Tensor:
+            if next(fails, False):
+                raise LoadError("these rows cannot be read (a test)")
+            return standing()
+
+        row.standing = stands  # type: ignore[method-assign]
+    prepared.finalize(**PLAN)
+
+
+def test_a_failure_after_rows_were_given_up_says_so_on_all_ranks() -> None:
+    started = time.monotonic()
+    outcomes = try_on_ranks(broken_rank, 3, "rows")
+    assert time.monotonic() - started < 30, "bounded by the failure, not by a timeout"
+    for outcome in outcomes:
+        assert outcome.error_type == "LoadError", outcome
+        assert re.search(r"rank 1: these rows .* \d+ weights of the module are gone, .*: prepare", outcome.error)
+
+
+# --- memory ---
+
+
+def freed_rank(group: Group) -> list[Any]:
+    prepared = loaded(group)
+    held = qkv(prepared).weight.data
+    rows = sum(parameter.nbytes for name, parameter in prepared.module.named_parameters() if name in prepared.rows)
+    attached = prepared.finalize(**PLAN)
+    report = attached.report()
+    found = [
+        prepared.held_bytes == held.nbytes,
+        prepared.freed_bytes == rows - held.nbytes,
+        "are still held by somebody: layers.0.qkv.weight" in report,
+        prepared.peak_bytes <= rows + max(sum(PARTS) * WIDTH * 2, filler.MAX_WINDOW_BYTES),
+    ]
+    del held
+    found.append(prepared.held_bytes == 0 and prepared.freed_bytes == rows)
+    group.barrier()
+    attached.close()
+    return found
+
+
+def test_freed_bytes_are_measured_and_who_holds_rows_is_named() -> None:
+    assert run_on_ranks(freed_rank, 2) == [[True] * 5] * 2
+
+
+def test_a_rank_that_came_back_is_sent_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("graphshard.runtime.engine.prepared.Newcomer", Group)
+    with pytest.raises(SpecError, match="a rank that came back cannot prepare a module"):
+        graphshard.prepare(server_model(PARTS, WIDTH), LocalGroup(1)[0])
