@@ -6,7 +6,7 @@ drive the same op list that `run` issues. After `attach` returns everything is l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 
 import torch
@@ -25,12 +25,14 @@ from graphshard.runtime.attach.layers import LayerStack, find_layers
 from graphshard.runtime.attach.placement import Placement
 from graphshard.runtime.attach.source import ModuleSource, weight_hash
 from graphshard.runtime.attach.spec import ModuleSegments, ModuleSpec, module_spec
+from graphshard.runtime.attach.updates import by_first_name, outside_of
 from graphshard.runtime.bind import Hooks
 from graphshard.runtime.build import Agreed, build_runtime
 from graphshard.runtime.compiled import Compiled
 from graphshard.runtime.compute import segment_weights
 from graphshard.runtime.loop import StepLoop, layer_calls
 from graphshard.runtime.runtime import Runtime
+from graphshard.runtime.update.report import UpdateReport
 from graphshard.runtime.weights.fill import SourceFiller
 from graphshard.runtime.weights.replicated import check_replicated
 from graphshard.runtime.weights.whole import whole_weight
@@ -60,6 +62,9 @@ class Attached:
         self._spec, self._notes = spec, tuple(notes)
         self._binding = _Binding(runtime, stack, spec.parameters, check, since)
         runtime.observer = self._binding
+        with runtime.turn.lock:
+            runtime.outside = outside_of(module, spec.parameters, self._binding.fixed)
+            runtime.note_visible()
         self._guard = Guard(module, stack.layers, spec.holders, self.whole_weight)
         self._guard.install()
         self._hooks = None if own_loop else LayerHooks(module, stack, runtime)
@@ -83,6 +88,21 @@ class Attached:
     def whole_weight(self, name: str) -> Tensor:
         """A private copy of the weight called `name` in the module, gathered now. Between steps only; local."""
         return whole_weight(self.runtime, name)
+
+    def update(
+        self,
+        tensors: Iterable[tuple[str, Tensor]] | Mapping[str, Tensor],
+        *,
+        only: str | Iterable[str] | None = None,
+        keep: str | Iterable[str] = (),
+    ) -> UpdateReport:
+        """Put new weights in the place of the module's, those outside its layers too, by its own names; collective.
+
+        See `Runtime.update`. The module's other tensors (embedding, head, persistent buffers) are written in place; a
+        weight with several names is written once, and may come under any of them, or under all with the same bytes.
+        """
+        pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
+        return self.runtime.update(by_first_name(self.module, self._spec.parameters, pairs), only=only, keep=keep)
 
     def report(self) -> str:
         """What is sharded, what is not, and why; memory on this rank."""
@@ -157,6 +177,8 @@ class _Binding:
         for unread in runtime.layout.resident:
             if unread.weight not in seen:
                 parameters[unread.weight].data = runtime.memory.resident(unread)
+        self.fixed = tuple(name for name in parameters if len(seen.get(name, ())) < 2)
+        """The weights that have one address for all calls."""
         self.watch = WeightWatch(runtime, parameters) if check else None
         layers = [(names[0], layer) for names, layer in zip(stack.names, stack.layers, strict=True)]
         self._placement = Placement(layers, parameters, since)

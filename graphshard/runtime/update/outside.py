@@ -14,6 +14,9 @@ from graphshard.runtime.device_bytes import writing_bytes
 from graphshard.runtime.memory import BufferRow
 from graphshard.runtime.update.places import Place
 
+PARAMETER = "parameter"
+"""The role of its rows."""
+
 
 @dataclass(frozen=True)
 class Outside:
@@ -42,7 +45,7 @@ class Outside:
     def rows(self) -> tuple[BufferRow, ...]:
         """Where all of it lies now."""
         found = {**self.tensors, **self.views}
-        return tuple(BufferRow.of(name, "parameter", tensor) for name, tensor in found.items())
+        return tuple(BufferRow.of(name, PARAMETER, tensor) for name, tensor in found.items())
 
 
 def _spec(name: str, tensor: Tensor) -> WeightSpec:

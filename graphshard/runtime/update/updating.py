@@ -32,10 +32,11 @@ from graphshard.runtime.admission import Admission
 from graphshard.runtime.binding import refuse_fork
 from graphshard.runtime.compute import ComputeTable, refuse_inside_segment
 from graphshard.runtime.graphs import StepGraph
+from graphshard.runtime.loop import StepObserver
 from graphshard.runtime.memory import BufferRow
 from graphshard.runtime.stepping import Stepping
 from graphshard.runtime.update.agreement import compare_staged
-from graphshard.runtime.update.outside import Outside
+from graphshard.runtime.update.outside import PARAMETER, Outside
 from graphshard.runtime.update.places import places_of
 from graphshard.runtime.update.report import UpdateReport, report_of
 from graphshard.runtime.update.selection import Selection, select
@@ -82,6 +83,7 @@ class Updating(Stepping):
     """Patterns of tensors that no weight is made of, and that may come nevertheless."""
     outside = Outside()
     """What an attached module has beside."""
+    observer: StepObserver | None
     _admission: Admission
     _compute: ComputeTable
     _graphs: dict[StepShape, StepGraph]
@@ -209,6 +211,8 @@ class Updating(Stepping):
         self.check_open()
         self._alignment.check("an update")
         self.turn.wait_until_free()
+        if self.observer is not None:
+            self.observer.before_step()  # the module's weights are where they were bound
         self._control.mine.set_epoch(attempt.epoch | 1)  # C begins nothing from here on
         self.hooks.update("stopping")
         self.follow_caller()
@@ -288,7 +292,7 @@ class Updating(Stepping):
             graph.close()
         self._graphs.clear()
         self._eager.clear()
-        self._visible = self.outside.rows()
+        self._visible = tuple(row for row in self._visible if row.role == PARAMETER)
 
     def _refuse_moved(self, group: Group, moved: list[str]) -> None:
         """DeviceError if something moved on a rank (collective). That rank's graphs are closed: they read what is gone.
