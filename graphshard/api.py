@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -210,7 +211,9 @@ def _filler(
         with closing(ShardFiller(shards)) as filler:
             yield filler, {"epoch": shards.manifest.epoch, "recipes": recipes, "ignore": ignore}
     else:
-        with closing(group.agree("checkpoint", lambda: open_store(checkpoint, compiled.model))) as store:
+        with ExitStack() as stack:  # closes also where another rank's checkpoint cannot be opened
+            open_here = partial(open_store, checkpoint, compiled.model)
+            store = group.agree("checkpoint", lambda: stack.enter_context(closing(open_here())))
             yield SourceFiller(RecipeSource(store, recipes, ignore), on_load), {"recipes": recipes, "ignore": ignore}
 
 

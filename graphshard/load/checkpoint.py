@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 from graphshard.core.counts import some_of
@@ -116,8 +117,10 @@ def _open_index(path: Path) -> dict[str, SafetensorsFile]:
             f"{path} names {len(wanted)} files, of which {len(missing)} are not beside it: {some_of(missing)}; "
             "download them again"
         )
-    files = {file: SafetensorsFile(path.parent / file) for file in wanted}
-    _check_index(path, names, files)
+    with ExitStack() as opened:
+        files = {file: opened.enter_context(closing(SafetensorsFile(path.parent / file))) for file in wanted}
+        _check_index(path, names, files)
+        opened.pop_all()
     return {name: files[file] for name, file in names.items()}
 
 
