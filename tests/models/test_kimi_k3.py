@@ -5,6 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 from executor import Executor, greedy
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from kimi_k3_reference import SIZES, SMALL, reference_logits
 from torch import Tensor
 
@@ -123,6 +125,34 @@ def test_what_is_no_token_leaves_states_and_caches_alone() -> None:
         mine = tokens[row : row + 1]
         want = _steps(alone, mine[:, : 3 + count], 1)[0]
         torch.testing.assert_close(torch.cat((first[row], got[row, :count], last[row])), want, **CLOSE)
+
+
+@settings(max_examples=6, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 4), st.lists(st.integers(0, 4), min_size=3, max_size=3)), max_size=9))
+def test_rows_may_advance_by_any_numbers_of_tokens(schedule: list[tuple[int, list[int]]]) -> None:
+    """Steps of 1 to 4 tokens, of which each row uses as many as it likes; what has 12 tokens is followed by another."""
+    config = replace(SMALL, sizes=replace(SIZES, num_layers=2, mla_layers=frozenset({1})))
+    pieces = random_pieces(config, seed=6)
+    model = KimiK3(config, max_batch_size=3, cache_length=12)
+    executor, generator = Executor(model, joined_tensors(model, pieces)), torch.Generator().manual_seed(7)
+    rows: list[list[tuple[list[int], list[Tensor]]]] = [[([], [])] for _ in range(3)]
+    for t, counts in schedule:
+        tokens = torch.randint(SIZES.vocab, (3, t), generator=generator)
+        positions = torch.full((3, t), -1)
+        used = []
+        for row, count in enumerate(counts):
+            if len(rows[row][-1][0]) == 12:
+                rows[row].append(([], []))
+            seen = rows[row][-1][0]
+            used.append(min(count, t, 12 - len(seen)))
+            positions[row, : used[row]] = torch.arange(len(seen), len(seen) + used[row])
+        got = executor.step(tokens, positions)
+        for row, count in enumerate(used):
+            rows[row][-1][0].extend(tokens[row, :count].tolist())
+            rows[row][-1][1].extend(got[row, :count])
+    for seen, logits in (sequence for row in rows for sequence in row if sequence[0]):
+        want = reference_logits(config, pieces, torch.tensor([seen]))[0]
+        torch.testing.assert_close(torch.stack(logits).double(), want, atol=1e-4, rtol=1e-4)  # float32, float64
 
 
 def test_a_first_token_that_is_repeated_on_the_left_is_harmless() -> None:

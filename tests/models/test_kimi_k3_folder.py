@@ -64,6 +64,14 @@ def test_either_variant_is_made_of_either_form(saved_fused: bool, fused: bool, t
     assert all(torch.equal(got[name], same[name]) for name in want)
 
 
+def test_weights_in_any_form_are_saved_alike(tmp_path: Path) -> None:
+    forms = [random_pieces(CONFIG), *(random_kimi_k3(CONFIG, fused=fused)[1] for fused in (True, False))]
+    for number, tensors in enumerate(forms):
+        save_kimi_k3(tmp_path / str(number), CONFIG, tensors)
+    files = [(tmp_path / str(number) / "model.safetensors").read_bytes() for number in range(3)]
+    assert files[0] == files[1] == files[2]
+
+
 def loaded(group: Group, folder: str, fused: bool) -> tuple[list[float], set[str], int, int]:
     """Logits of one step; then the ways of the weights, bytes kept, bytes read."""
     model = load_kimi_k3(folder, 2, fused=fused)
@@ -112,11 +120,12 @@ def test_what_is_written_is_what_others_read(tmp_path: Path) -> None:
 
 def test_tensors_of_another_model_are_refused(tmp_path: Path) -> None:
     pieces = random_pieces(CONFIG)
-    with pytest.raises(SpecError, match=r"1 names are not both in the model and among the tensors, lm_head.weight for"):
-        save_kimi_k3(tmp_path, CONFIG, {name: piece for name, piece in pieces.items() if name != "lm_head.weight"})
-    lacking = set(pieces) - {"model.layers.0.self_attn.k_proj.weight", "model.norm.weight"}
+    lacking = {name: piece for name, piece in pieces.items() if name != "lm_head.weight"}
+    with pytest.raises(SpecError, match=r"1 names are not both among the tensors and in .*, lm_head.weight for one"):
+        save_kimi_k3(tmp_path, CONFIG, lacking)
+    names = set(pieces) - {"model.layers.0.self_attn.k_proj.weight", "model.norm.weight"}
     with pytest.raises(LoadError, match=r"2 weights of kimi_k3 are neither among .* model.layers.0.self_attn.qkv_proj"):
-        kimi_k3_recipes(KimiK3(CONFIG, 1), lacking)
+        kimi_k3_recipes(KimiK3(CONFIG, 1), names)
 
 
 def test_a_folder_is_opened_by_its_config(tmp_path: Path) -> None:

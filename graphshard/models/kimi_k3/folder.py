@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -60,31 +60,56 @@ def joined_tensors(model: KimiK3, pieces: Mapping[str, Tensor]) -> dict[str, Ten
     }
 
 
-def save_kimi_k3(folder: Path, config: KimiK3ModelConfig, pieces: Mapping[str, Tensor], *, fused: bool = False) -> None:
-    """Write config.json and model.safetensors into `folder`; `pieces` are the tensors under their published names.
+def published_tensors(config: KimiK3ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`tensors` under their published names, whether they are a fused model's, an unfused one's, or published already.
+
+    Raises:
+        SpecError: they are in none of these forms: it names one that is missing or unknown.
+    """
+    forms = [KimiK3(config, 1, 1, fused=fused).pieces for fused in (True, False)]
+    for made_of in forms:
+        if set(tensors) == set(made_of):
+            return {name: part for weight in made_of for name, part in _parts(made_of[weight], tensors[weight])}
+    published = {spec.name for made in forms[0].values() for spec in made}
+    if set(tensors) == published:
+        return dict(tensors)
+    differing = min((set(tensors) ^ set(form) for form in (*forms, published)), key=len)
+    raise SpecError(
+        f"{len(differing)} names are not both among the tensors and in this kimi_k3, {min(differing)} for one: give "
+        "all weights of one form, as random_kimi_k3 or random_pieces make them"
+    )
+
+
+def save_kimi_k3(
+    folder: Path, config: KimiK3ModelConfig, tensors: Mapping[str, Tensor], *, fused: bool = False
+) -> None:
+    """Write config.json and model.safetensors into `folder`, which is made if it is not there.
 
     Args:
-        folder: is made if it is not there.
+        folder: where.
         config: of the model.
-        pieces: as `random_pieces` makes them.
+        tensors: its weights, in any form that `published_tensors` knows.
         fused: write weights as servers hold them, instead of as published.
 
     Raises:
-        SpecError: a tensor is missing, or one is not of this model.
+        SpecError: as `published_tensors`.
     """
+    pieces = published_tensors(config, tensors)
     model = KimiK3(config, 1, 1, fused=True)
-    published = [spec for specs in model.pieces.values() for spec in specs]
-    differing = {spec.name for spec in published} ^ set(pieces)
-    if differing:
-        raise SpecError(
-            f"{len(differing)} names are not both in the model and among the tensors, {sorted(differing)[0]} for one: "
-            "give all tensors under their published names, as random_pieces does"
-        )
-    specs = list(model.spec().weights) if fused else published
+    specs = list(model.spec().weights) if fused else [spec for made in model.pieces.values() for spec in made]
     tensors = joined_tensors(model, pieces) if fused else pieces
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config.values(), indent=2) + "\n", encoding="utf-8")
     write_safetensors(folder / "model.safetensors", specs, (_bytes(tensors[spec.name]) for spec in specs))
+
+
+def _parts(specs: Sequence[WeightSpec], weight: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The published tensors inside a weight, by name."""
+    rows = weight.reshape(-1, *specs[0].shape[1:])
+    begin = 0
+    for spec in specs:
+        yield spec.name, rows[begin : begin + spec.shape[0]]
+        begin += spec.shape[0]
 
 
 def _bytes(tensor: Tensor) -> memoryview:

@@ -6,7 +6,8 @@ A step feeds `tokens` `[batch, t]` at `positions` `[batch, t]` and gives `logits
 Sequence i of the batch owns row i of the caches and states, which all step shapes share.
 
 Positions count up from 0 in each row, also from one step to the next. A token at position 0 begins a sequence anew. A
-negative position is no token: it changes neither caches nor states, and its logits are to be ignored. So
+negative position is no token: it changes neither caches nor states, and its logits are to be ignored; in a step's row
+no token comes after it. So
 
 - prompts of unequal length in one step: put -1 behind the shorter ones; or, as for llama, repeat the first token at
   position 0 before them;
