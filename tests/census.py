@@ -79,12 +79,12 @@ def _shared_memory() -> Counter[str]:
     return Counter(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else Counter()
 
 
-def open_files(suffix: str) -> list[str]:
-    """The files that this process has open whose names end with `suffix`, once for each descriptor."""
+def open_files(folder: Path) -> list[str]:
+    """The files below `folder` that this process has open, once for each descriptor."""
     found = []
     for fd in os.listdir("/proc/self/fd"):
         try:
             found.append(os.readlink(f"/proc/self/fd/{fd}"))
         except FileNotFoundError:  # the listing's own
             continue
-    return sorted(path for path in found if path.endswith(suffix))
+    return sorted(path for path in found if path.startswith(f"{folder}/"))

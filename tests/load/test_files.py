@@ -101,19 +101,19 @@ def test_descriptors_go_when_a_checkpoint_is_closed_forgotten_or_refused(tmp_pat
     write(tmp_path, 1, "b", "2.safetensors")
     folder = index(tmp_path, {"a": "1.safetensors", "b": "2.safetensors"})
     checkpoint = Checkpoint(folder)
-    assert len(open_files(".safetensors")) == 2
+    assert len(open_files(tmp_path)) == 2
     checkpoint.close()
     checkpoint.close()
-    assert open_files(".safetensors") == []
+    assert open_files(tmp_path) == []
     with pytest.raises(LoadError, match="is closed: open the checkpoint again"):
         tensor_bytes(checkpoint, "a")
     checkpoint = Checkpoint(folder)
     del checkpoint
-    assert open_files(".safetensors") == []
+    assert open_files(tmp_path) == []
     os.truncate(tmp_path / "2.safetensors", 100)
     with pytest.raises(LoadError, match="is truncated"):
         Checkpoint(folder)
-    assert open_files(".safetensors") == []
+    assert open_files(tmp_path) == []
 
 
 @pytest.mark.parametrize(

@@ -174,11 +174,11 @@ def test_a_load_leaves_no_thread_and_no_descriptor_however_it_ends(tmp_path: Pat
     run_on_ranks(rank, 2)
     with no_growth():
         assert sum(report.kept_bytes for report in run_on_ranks(rank, 2)) == 9000
-        assert open_files(".safetensors") == []
+        assert open_files(tmp_path) == []
 
         def fail(done: int, total: int) -> None:
             raise graphshard.SpecError("enough")
 
         for outcome in try_on_ranks(lambda group: rank(group, on_load=fail), 2):
             assert "load failed on rank 0 (and on rank 1): enough" in outcome.error
-        assert open_files(".safetensors") == []
+        assert open_files(tmp_path) == []
