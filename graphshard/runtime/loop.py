@@ -67,7 +67,7 @@ class StepObserver(Protocol):
     """Told, on the thread that steps and with the runtime's lock held, which layer call is open."""
 
     def before_step(self) -> None:
-        """A step is about to begin; nothing is changed where this raises."""
+        """Before any layer call; gathers are on their way. The step is given up where this raises."""
 
     def before_call(self, position: int) -> None:
         """The weights of the step's call number `position` are there."""
@@ -190,13 +190,13 @@ class StepLoop:
         self._has_begun = False
         self._cursor, self._cut = 0, 0
         self.thread = threading.current_thread()
-        if runtime.observer is not None:
-            runtime.observer.before_step()
         runtime.turn.take(self)
         try:
             runtime.enter_step(shape, bound, "eager")
             self._has_begun = True
             self._advance()
+            if runtime.observer is not None:
+                runtime.observer.before_step()  # the first gather takes longer than a look at all parameters
         except BaseException:
             self.give_up("it could not begin")
             raise

@@ -40,23 +40,23 @@ class Placement:
         self._addresses[self._index[name]] = address
 
     def check(self) -> None:
-        """Compare; about 60 ns an object on one core.
+        """Compare everything, in C: 400 parameters take about 0.1 ms of one core, beside the step's first gather.
 
         Raises:
             ProgramError: naming the weight, what became of it, and the order that works.
         """
-        now = list(chain.from_iterable(map(dict.values, self._tables)))
+        now = list(chain.from_iterable(self._values))
         is_kept = len(now) == len(self._objects) and all(map(is_, now, self._objects))
-        if not is_kept or list(map(Tensor.data_ptr, self._bound)) != self._addresses:
+        if not is_kept or any(self._empty) or list(map(Tensor.data_ptr, self._bound)) != self._addresses:
             self._refuse()
             self._note()  # what changed was none of ours: a parameter that is kept whole, a module without any
 
     def _note(self) -> None:
-        modules = list(dict.fromkeys(inner for _, layer in self._stack for inner in layer.modules()))
-        self._tables: list[dict[str, Any]] = [
-            table for inner in modules for table in (inner._parameters, inner._modules)
-        ]
-        self._objects = list(chain.from_iterable(map(dict.values, self._tables)))
+        modules = dict.fromkeys(inner for _, layer in self._stack for inner in layer.modules())
+        tables: list[dict[str, Any]] = [table for inner in modules for table in (inner._parameters, inner._modules)]
+        self._empty = [table for table in tables if not table]
+        self._values = [table.values() for table in tables if table]  # they show what the tables hold at any time
+        self._objects = list(chain.from_iterable(self._values))
         self._by_name = self._named()
 
     def _named(self) -> dict[str, nn.Parameter]:
