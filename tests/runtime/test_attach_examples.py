@@ -37,6 +37,8 @@ def example(group: graphshard.Group, name: str) -> bool:
     [
         ("own_loop", "threads"),
         ("own_loop", "processes"),
+        ("engine_load", "threads"),
+        pytest.param("engine_load", "processes", marks=pytest.mark.slow),
         ("attach_transformers", "threads"),
         pytest.param("attach_transformers", "processes", marks=pytest.mark.slow),
     ],
@@ -47,9 +49,10 @@ def test_examples_run(name: str, mode: str) -> None:
     assert run_on_ranks(example, 2, name, mode=mode) == [True, True]
 
 
-def test_the_loop_is_a_short_one() -> None:
-    lines = [line for line in (EXAMPLES / "own_loop.py").read_text().splitlines() if line.strip()]
-    assert len(lines) <= 26, "20 lines and what a script needs around them"
+@pytest.mark.parametrize(("name", "most"), [("own_loop", 26), ("engine_load", 40)])
+def test_examples_are_short(name: str, most: int) -> None:
+    lines = [line for line in (EXAMPLES / f"{name}.py").read_text().splitlines() if line.strip()]
+    assert len(lines) <= most, "20 or 40 lines, and what a script needs around them"
 
 
 @pytest.mark.slow
