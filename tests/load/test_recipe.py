@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from graphshard.core.errors import LoadError, SpecError
+from graphshard.load import recipe_runs
 from graphshard.load.recipe import label_of, reads_of, recipe_for
-from graphshard.load.recipe_runs import MAX_RUNS, Run, byte_runs, way_of
+from graphshard.load.recipe_runs import Run, byte_runs, way_of
 from graphshard.load.recipe_types import result_of, typed
 from graphshard.load.store import TensorEntry
 from graphshard.recipes import (
@@ -176,12 +177,13 @@ def test_runs_beyond_32_bits() -> None:
     assert seen == (Run(0, "a", 0, 3 * num_rows),)
 
 
-def test_very_many_runs_are_left_to_rows() -> None:
-    for num_rows, is_bytes in ((MAX_RUNS, True), (MAX_RUNS + 1, False)):
+def test_very_many_runs_are_left_to_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recipe_runs, "MAX_RUNS", 100)
+    for num_rows, is_bytes in ((100, True), (101, False)):
         tall = Slice(Read("tall"), 1, 0, 1)
         store = entries(tall=("bfloat16", (num_rows, 2)))
         assert (byte_runs(tall, store) is not None) is is_bytes
-        assert way_of(typed(tall, store)) == ("bytes" if is_bytes else "rows: more than 65536 runs")
+        assert way_of(typed(tall, store)) == ("bytes" if is_bytes else "rows: more than 100 runs")
 
 
 @pytest.mark.parametrize(

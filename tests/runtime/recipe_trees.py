@@ -81,7 +81,7 @@ class Grower:
     def grow(self, shape: Shape, dtype: str, depth: int, *, plain: bool = False) -> Recipe:
         """A recipe that makes `shape` of `dtype`; with `plain` of finite values that nothing has quantised."""
         kinds = self._kinds(shape, dtype, plain) if depth else []
-        kind = self.draw(st.sampled_from(kinds or ["read"]))
+        kind = self.draw(st.sampled_from(["read", *kinds]))
         return getattr(self, f"_{kind}")(shape, dtype, depth - 1, plain)  # type: ignore[no-any-return]
 
     def _kinds(self, shape: Shape, dtype: str, plain: bool) -> list[str]:

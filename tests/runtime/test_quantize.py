@@ -164,3 +164,19 @@ def test_weights_without_elements() -> None:
     assert dequantize_blocks(none, torch.ones(0, 1)).shape == (0, 64)
     assert dequantize_blocks(none, torch.ones(0, 1), part_rows=[]).shape == (0, 64)
     assert dequantize_mxfp4(PACKED[:0], torch.ones(0, 2, dtype=torch.uint8)).shape == (0, 64)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_nothing_is_written_to_what_is_quantised(dtype: str) -> None:
+    values = finite((6, 4), dtype, 5)
+    before = raw(values)
+    made = quantize_fp8(values, fp8_scale(amax_of_rows(values, "w"), "float8_e5m2"), "float8_e5m2")
+    assert raw(values) == before and made.dtype == torch.float8_e5m2
+    packed = finite((6, 4), "int8", 5)
+    before = raw(packed)
+    pack_int4(packed, "w")
+    assert raw(packed) == before
+    weight, scale = finite((6, 4), "float32", 5).to(torch.float8_e4m3fn), scales((3, 2), 1)
+    before = raw(weight) + raw(scale)
+    requantize_ue8m0(weight, scale, (2, 2), "w")
+    assert raw(weight) + raw(scale) == before

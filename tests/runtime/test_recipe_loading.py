@@ -172,6 +172,7 @@ def test_an_order_of_odd_sizes_from_a_file_of_odd_offsets(tmp_path: Path, paddin
         ("bool", "BOOL", [1], b"\1"),
         ("i64", "I64", [1], _random(8, 3)),
         ("empty", "F32", [0, 3], b""),
+        ("empty fp4", "F4", [0, 8], b""),
     ]
     path = _file(tmp_path / "model.safetensors", order, padding)
     stored = {name: data for name, _, _, data in order}
