@@ -22,7 +22,7 @@ def test_load(benchmark: BenchmarkFixture, tmp_path: Path, num_bytes: int) -> No
         results = run_ranks("graphshard.cli.load_ranks:load", 2, arguments=[request])
         raise_first_failure(results)
         ranks = [result.value for result in results]
-        return [load_row(run, ranks, run) for run in ("load", "read", "read_again")]
+        return [load_row(run, ranks, run) for run in ("load", "read", "private", "again")]
 
     rows = benchmark.pedantic(measure, rounds=1)
     benchmark.extra_info.update({f"{row['what']}_s": row["seconds"] for row in rows})

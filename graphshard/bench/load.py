@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 import graphshard
-from graphshard.bench.load_peers import read_again, read_share
+from graphshard.bench.load_peers import Share, private_memory
 from graphshard.bench.memory import read_pss, settle
-from graphshard.bench.peak import SampledMemory, held_bytes
+from graphshard.bench.peak import Held, SampledMemory, held_now
 from graphshard.bench.synthetic import Content, SyntheticModel
 from graphshard.comm.group import Group
 from graphshard.core.layout import chunk_pieces
@@ -62,7 +62,7 @@ class LoadRequest:
 def measure_load(group: Group, request: LoadRequest) -> dict[str, Any]:
     """What this rank held, read and waited for (collective). Times are seconds, a sample a repeat."""
     model = request.model
-    baseline = baseline_bytes(group)
+    baseline, before = baseline_held(group), read_pss()
     with SampledMemory() as sampled:
         runtime = graphshard.compile(
             model,
@@ -74,12 +74,17 @@ def measure_load(group: Group, request: LoadRequest) -> dict[str, Any]:
             prefetch_depth=1,
         )
         group.barrier("loaded")
+    settle()
+    group.barrier("settled")
+    after = read_pss()
+    group.barrier("looked at")
     layout, report = runtime.layout, runtime.load_report
     runtime.close()
     found = {
         "checkpoint_bytes": model.num_bytes,
-        "baseline_bytes": baseline,
-        "samples_bytes": sampled.samples,
+        "baseline": baseline,
+        "pss_bytes": after.anon_bytes + after.shmem_bytes - before.anon_bytes - before.shmem_bytes,
+        "sampled": sampled.samples,
         "chunk_bytes": layout.shard_bytes,
         "slot_bytes": layout.slot_bytes,
         "resident_bytes": layout.resident_bytes,
@@ -94,11 +99,11 @@ def measure_load(group: Group, request: LoadRequest) -> dict[str, Any]:
     return found | {"num_threads": loading.num_threads, "num_wrong": loading.num_wrong}
 
 
-def baseline_bytes(group: Group) -> int:
-    """What this rank holds when all that it needs is imported (collective)."""
+def baseline_held(group: Group) -> dict[int, Held]:
+    """What this rank holds when all that it needs is imported, as samples of one time (collective)."""
     settle()
     group.barrier("imported")
-    return held_bytes(read_pss())
+    return {0: held_now()}
 
 
 class _Loading:
@@ -117,11 +122,12 @@ class _Loading:
     def time(self) -> dict[str, Any]:
         """Seconds and CPU seconds of a load and of the plain reads, in turns; each holds its bytes till it is timed."""
         paths, group = self._request.paths, self._group
-        share = (paths, group.rank, group.world_size, self.num_threads)
+        share = Share(paths, group.rank, group.world_size, self.num_threads)
         runs: dict[str, Callable[[], Any]] = {
             "load": self._load,
-            "read": lambda: read_share(*share),
-            "read_again": lambda: read_again(*share),
+            "read": lambda: share.read(lambda num_bytes: memoryview(self._device.allocate(num_bytes, exportable=True))),
+            "private": lambda: share.read(private_memory),
+            "again": share.read_again,
         }
         samples: dict[str, list[float]] = {f"{run}{what}": [] for run in runs for what in ("_s", "_cpu_s")}
         for turn in range(self._request.num_repeats):

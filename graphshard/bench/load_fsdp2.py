@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from graphshard.bench.fsdp2 import shard_layers
-from graphshard.bench.load import LoadRequest, baseline_bytes
+from graphshard.bench.load import LoadRequest, baseline_held
 from graphshard.bench.peak import SampledMemory
 from graphshard.bench.synthetic import DTYPE, SyntheticModel
 from graphshard.comm.group import Group
@@ -26,7 +26,7 @@ def measure_fsdp2(group: Group, request: LoadRequest, peer: str) -> dict[str, An
     torch's process group must be there. Bytes read are those of the files that it has touched, in whole pages.
     """
     model, paths = request.model, request.paths
-    baseline = baseline_bytes(group)
+    baseline = baseline_held(group)
     group.barrier("before loading")
     begin, cpu = time.perf_counter(), time.process_time()
     with SampledMemory() as sampled:
@@ -39,8 +39,8 @@ def measure_fsdp2(group: Group, request: LoadRequest, peer: str) -> dict[str, An
     del module
     return {
         "checkpoint_bytes": model.num_bytes,
-        "baseline_bytes": baseline,
-        "samples_bytes": sampled.samples,
+        "baseline": baseline,
+        "sampled": sampled.samples,
         "bytes_read": bytes_read,
         "samples_s": {"load_s": [seconds], "load_cpu_s": [cpu_s]},
     }

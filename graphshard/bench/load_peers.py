@@ -4,54 +4,63 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 READ_BYTES = 4 * 2**20
 """At most so much with one call."""
 
 
-def read_share(paths: Sequence[Path], rank: int, world_size: int, num_threads: int) -> memoryview:
-    """Rank `rank`'s equal share of the files' bytes, read by `num_threads` threads into fresh memory that holds them.
+@dataclass(frozen=True)
+class Share:
+    """Rank `rank`'s equal share of the bytes of all files end to end, read by `num_threads` threads."""
 
-    The memory is anonymous and private, of the system's ordinary pages; one is made when bytes are read into it.
-    """
-    sizes = [path.stat().st_size for path in paths]
-    begin, end = _share(sum(sizes), rank, world_size)
-    held = _fresh(end - begin)
+    paths: Sequence[Path]
+    rank: int
+    world_size: int
+    num_threads: int
 
-    def read(thread: int) -> None:
-        first, last = _share(end - begin, thread, num_threads)
-        for path, at, file_at, num_bytes in _pieces(paths, sizes, begin + first, begin + last):
-            _read(path, file_at, held[at - begin : at - begin + num_bytes])
+    def read(self, fresh: Callable[[int], memoryview]) -> memoryview:
+        """Read it into `fresh(num_bytes)`, which holds it."""
+        sizes = [path.stat().st_size for path in self.paths]
+        begin, end = _share(sum(sizes), self.rank, self.world_size)
+        held = fresh(end - begin)
 
-    with ThreadPoolExecutor(num_threads) as pool:
-        list(pool.map(read, range(num_threads)))
-    return held
+        def read(thread: int) -> None:
+            first, last = _share(end - begin, thread, self.num_threads)
+            for path, at, file_at, num_bytes in _pieces(self.paths, sizes, begin + first, begin + last):
+                _read(path, file_at, held[at - begin : at - begin + num_bytes])
+
+        self._run(read)
+        return held
+
+    def read_again(self) -> None:
+        """Read it, each thread into one buffer over and over: what the page cache gives where nothing is kept."""
+        sizes = [path.stat().st_size for path in self.paths]
+        begin, end = _share(sum(sizes), self.rank, self.world_size)
+
+        def read(thread: int) -> None:
+            buffer = private_memory(READ_BYTES)
+            first, last = _share(end - begin, thread, self.num_threads)
+            for path, _, file_at, num_bytes in _pieces(self.paths, sizes, begin + first, begin + last):
+                _read(path, file_at, buffer[:num_bytes])
+
+        self._run(read)
+
+    def _run(self, read: Callable[[int], None]) -> None:
+        with ThreadPoolExecutor(self.num_threads) as pool:
+            list(pool.map(read, range(self.num_threads)))
 
 
-def read_again(paths: Sequence[Path], rank: int, world_size: int, num_threads: int) -> None:
-    """The same reads, each thread's into one buffer over and over: what the page cache gives where nothing is kept."""
-    sizes = [path.stat().st_size for path in paths]
-    begin, end = _share(sum(sizes), rank, world_size)
-
-    def read(thread: int) -> None:
-        buffer = _fresh(READ_BYTES)
-        first, last = _share(end - begin, thread, num_threads)
-        for path, _, file_at, num_bytes in _pieces(paths, sizes, begin + first, begin + last):
-            _read(path, file_at, buffer[:num_bytes])
-
-    with ThreadPoolExecutor(num_threads) as pool:
-        list(pool.map(read, range(num_threads)))
+def private_memory(num_bytes: int) -> memoryview:
+    """Memory that no other process can map, of the system's ordinary pages; one is made when it is written to."""
+    return memoryview(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
 def _share(total: int, index: int, count: int) -> tuple[int, int]:
     return total * index // count, total * (index + 1) // count
-
-
-def _fresh(num_bytes: int) -> memoryview:
-    return memoryview(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
 def _pieces(paths: Sequence[Path], sizes: Sequence[int], begin: int, end: int) -> Iterator[tuple[Path, int, int, int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from graphshard.bench.peak import highest_sum
+from graphshard.bench.peak import highest_sum, samples_of
 from graphshard.bench.stats import summarize
 from graphshard.core.sizes import format_bytes
 
@@ -43,13 +43,13 @@ def load_row(what: str, ranks: Ranks, run: str = "load") -> Row:
         "samples_s": samples_s,
         "cpu_s": summarize(cpu_s).median,
         "GBps": num_bytes / one.median / 1e9,
-        **dict.fromkeys(("peak_bytes", "limit_bytes", "bytes_read", "x_checkpoint", "x_read")),
+        **dict.fromkeys(("peak_bytes", "pss_bytes", "limit_bytes", "bytes_read", "x_checkpoint", "x_read")),
     }
     if run == "load":
         bytes_read = sum(rank["bytes_read"] for rank in ranks)
         row |= {"peak_bytes": peak_bytes(ranks), "bytes_read": bytes_read, "x_checkpoint": bytes_read / num_bytes}
         if all("limit_bytes" in rank for rank in ranks):
-            row["limit_bytes"] = sum(rank["limit_bytes"] for rank in ranks)
+            row |= {key: sum(rank[key] for rank in ranks) for key in ("limit_bytes", "pss_bytes")}
     return row
 
 
@@ -60,15 +60,14 @@ def turns_s(ranks: Ranks, run: str) -> list[float]:
 
 def peak_bytes(ranks: Ranks) -> int:
     """The most that all ranks held at one time beyond what they held before."""
-    samples = [{int(at): held for at, held in rank["samples_bytes"].items()} for rank in ranks]
-    baseline: int = sum(rank["baseline_bytes"] for rank in ranks)
-    return highest_sum(samples) - baseline
+    highest, before = (highest_sum([samples_of(rank[key]) for rank in ranks]) for key in ("sampled", "baseline"))
+    return highest - before
 
 
-def time_share(ranks: Ranks) -> float:
-    """The median over turns of a load's seconds over the plain read's of the same turn."""
-    pairs = zip(turns_s(ranks, "load"), turns_s(ranks, "read"), strict=True)
-    return summarize([load / read for load, read in pairs]).median
+def time_share(ranks: Ranks, run: str = "load") -> float:
+    """The median over turns of the seconds of `run` over the plain read's of the same turn."""
+    pairs = zip(turns_s(ranks, run), turns_s(ranks, "read"), strict=True)
+    return summarize([one / read for one, read in pairs]).median
 
 
 def missed(row: Mapping[str, Any], num_wrong: int) -> list[str]:

@@ -1,25 +1,37 @@
-"""The most memory that ranks held at one time, all of them together: PSS sampled at times that they share."""
+"""The most memory that ranks held at one time, all of them together, sampled at times that they share.
+
+Summed PSS is exact only where all ranks are looked at in the same instant: while ranks map each other's windows, pages
+move from one's share to another's, and on a busy machine the looks are far apart. So shared memory is told by its
+file, and each file counts once: what PSS adds up to, whenever the ranks are looked at.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
-
-from graphshard.bench.memory import Pss, read_pss
+from typing import Any
 
 INTERVAL_S = 0.05
+ANONYMOUS = "anonymous"
+"""The key of private memory in what a rank holds; others are inodes of shared memory."""
+_SHARED = ("/memfd:", "/dev/shm/", "/dev/zero")
+
+Held = Mapping[str, int]
+Samples = Mapping[int, Held]
 
 
 class SampledMemory:
-    """A context manager: samples anonymous and shared memory at every multiple of 50 ms of the machine's clock.
+    """A context manager: samples this process at every multiple of 50 ms of the machine's clock, and at both ends.
 
-    `samples` holds bytes by the number of the multiple; processes of one machine have the same clock.
+    `samples` holds `held_now()` by the number of the multiple; processes of one machine have the same clock.
     """
 
     def __init__(self) -> None:
-        self.samples: dict[int, int] = {}
+        self.samples: dict[int, Held] = {}
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._sample, name="graphshard-samples", daemon=True)
 
@@ -41,24 +53,59 @@ class SampledMemory:
 
     def _take(self) -> None:
         at = int(time.monotonic() / INTERVAL_S)
-        self.samples[at] = max(self.samples.get(at, 0), held_bytes(read_pss()))
+        self.samples[at] = _largest((self.samples.get(at, {}), held_now()))
 
 
-def held_bytes(pss: Pss) -> int:
-    """Private and shared memory, without pages of files, which the kernel can drop."""
-    return pss.anon_bytes + pss.shmem_bytes
+def held_now() -> dict[str, int]:
+    """Bytes in memory of this process: private ones, and those of each file of shared memory that it maps, by inode.
+
+    Pages of ordinary files are left out: the kernel drops them when it needs room.
+    """
+    held = {ANONYMOUS: 0}
+    inode, resident = "", 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, *rest = line.split(maxsplit=5)
+        if not name.endswith(":"):  # an address range: a mapping begins
+            inode = rest[3] if len(rest) > 4 and rest[4].startswith(_SHARED) else ""
+        elif name == "Rss:":
+            resident = int(rest[0]) * 1024
+        elif name == "Anonymous:":
+            private = int(rest[0]) * 1024
+            held[ANONYMOUS] += private
+            if inode:
+                held[inode] = held.get(inode, 0) + resident - private
+    return held
 
 
-def highest_sum(by_rank: Sequence[Mapping[int, int]]) -> int:
-    """The highest sum over ranks at one time, from each rank's samples by time.
+def highest_sum(by_rank: Sequence[Samples]) -> int:
+    """The highest sum over ranks at one time, from each rank's samples by time; a file's bytes count once.
 
     A rank without a sample at some time counts with the larger of its two next ones: the sum is rather too high.
     """
     times = sorted({at for samples in by_rank for at in samples})
-    return max((sum(_at(samples, at) for samples in by_rank) for at in times), default=0)
+    ordered = [sorted(samples) for samples in by_rank]
+    return max((_sum(_at(one, o, at) for one, o in zip(by_rank, ordered, strict=True)) for at in times), default=0)
 
 
-def _at(samples: Mapping[int, int], at: int) -> int:
-    before = max((one for one in samples if one <= at), default=None)
-    after = min((one for one in samples if one >= at), default=None)
-    return max((samples[one] for one in (before, after) if one is not None), default=0)
+def _sum(held: Iterable[Held]) -> int:
+    ranks = list(held)
+    files = _largest(ranks)
+    return sum(one.get(ANONYMOUS, 0) for one in ranks) + sum(files.values()) - files.get(ANONYMOUS, 0)
+
+
+def _at(samples: Samples, ordered: Sequence[int], at: int) -> Held:
+    after, before = bisect_left(ordered, at), bisect_right(ordered, at) - 1
+    return _largest(samples[ordered[i]] for i in {before, after} if 0 <= i < len(ordered))
+
+
+def _largest(held: Iterable[Held]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for one in held:
+        for key, num_bytes in one.items():
+            found[key] = max(found.get(key, 0), num_bytes)
+    return found
+
+
+def samples_of(told: Mapping[Any, Held]) -> Samples:
+    """Samples that came as JSON, whose keys are texts."""
+    return {int(at): held for at, held in told.items()}

@@ -39,13 +39,14 @@ COLUMNS = {
     "x_read": "x plain",
 }
 
-JSON_HELP = """JSON keys: `peak_bytes` (the highest sum over ranks of PSS, anonymous and shared, sampled every 50 ms
-while the model is compiled, less what they held when all was imported), `limit_bytes` (chunks + resident + 64 MiB, of
-all ranks), `bytes_read` (as the loader counts, all ranks), `checkpoint_bytes`, `seconds` (open, account, reserve, fill:
-from a barrier to the slowest rank, the median), `x_read` (over the plain read, the median over turns), `num_wrong`,
+JSON_HELP = """JSON keys: `peak_bytes` (the highest sum over ranks of anonymous and shared memory, shared pages once as
+in PSS, sampled every 50 ms while the model is compiled, less what they held when all was imported), `limit_bytes`
+(chunks + resident + 64 MiB, of all ranks), `pss_bytes` (of all ranks when they are done and stand still, less what it
+was), `bytes_read` (as the loader counts, all ranks), `checkpoint_bytes`, `seconds` (open, account, reserve, fill: from
+a barrier to the slowest rank, the median), `x_read` (over the plain read, the median over turns), `num_wrong`,
 `missed` (targets, a line each), `peers` and `rows` {what, seconds, p10_s, p90_s, n, samples_s, cpu_s (all ranks), GBps,
-bytes_read, peak_bytes, limit_bytes}, `why_not` (peers that were left out, and why); of one rank: `chunk_bytes`,
-`slot_bytes`, `resident_bytes`, `temporary_bytes`, `num_threads`, `ways`."""
+bytes_read, peak_bytes, pss_bytes, limit_bytes}, `why_not` (peers that were left out, and why); of one rank:
+`chunk_bytes`, `slot_bytes`, `resident_bytes`, `temporary_bytes`, `num_threads`, `ways`."""
 
 
 @click.command("load", epilog=JSON_HELP)
@@ -70,9 +71,9 @@ def command(
     """Load a synthetic checkpoint on rank processes, each its own bytes; weights are fused by recipes.
 
     A plain read gets each rank's equal share of the files with preadv, by as many threads, into fresh memory that holds
-    it, made within the time, as the loader's is. `again` is the same into one small buffer. Files are in the page
-    cache, and removed afterwards. Exit code 1: a target was missed (memory, bytes, 1.3 x the plain read's time), or a
-    byte is wrong.
+    it, of the kind that peers can map, reserved within the time, as the loader's is. `private` is the same into memory
+    that they cannot map, `again` into one small buffer, over and over. Files are in the page cache, and removed
+    afterwards. Exit code 1: a target was missed (memory, bytes, 1.3 x the plain read's time), or a byte is wrong.
     """
     job = _Job(out, Path(folder or tempfile.gettempdir()), num_files, world_size)
     with job.checkpoint(size) as request:
@@ -150,12 +151,10 @@ def _why_not_fsdp2() -> str | None:
 
 def _rows(ranks: Ranks, peers: Sequence[str]) -> list[Row]:
     """Ours, judged, and the plain reads."""
-    row = load_row("graphshard", ranks)
-    rows = [row]
-    if "read" in peers:
-        rows += [load_row(what, ranks, run) for what, run in (("plain read", "read"), ("again", "read_again"))]
-        row["x_read"] = time_share(ranks)
-    return rows
+    if "read" not in peers:
+        return [load_row("graphshard", ranks)]
+    runs = {"graphshard": "load", "plain read": "read", "private": "private", "again": "again"}
+    return [load_row(what, ranks, run) | {"x_read": time_share(ranks, run)} for what, run in runs.items()]
 
 
 def _beside_fsdp2(job: _Job, size: int) -> list[Row]:

@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphshard.bench.load_peers import READ_BYTES, read_share
+from graphshard.bench.load_peers import READ_BYTES, Share, private_memory
 from graphshard.bench.load_rows import load_row, missed, peak_bytes, time_share
-from graphshard.bench.memory import read_pss
-from graphshard.bench.peak import SampledMemory, held_bytes, highest_sum
+from graphshard.bench.peak import ANONYMOUS, SampledMemory, held_now, highest_sum
 from graphshard.bench.synthetic import Content, SyntheticModel, write_checkpoint
 from graphshard.core.errors import SpecError
 from graphshard.load.checkpoint import Checkpoint
@@ -26,33 +25,52 @@ SMALL = SyntheticModel(width=64, num_layers=3)
 
 def test_the_highest_sum_is_of_one_time() -> None:
     """Ranks whose peaks come one after the other do not hold both at once."""
-    assert highest_sum([{0: 1, 5: 100, 6: 1, 9: 1}, {0: 1, 5: 1, 6: 1, 9: 100}]) == 101
-    assert highest_sum([{0: 7}, {}]) == 7
-    assert highest_sum([{1: 10, 3: 50}, {2: 5}]) == 55  # no sample of rank 0 at time 2: the larger of its neighbours
+    assert highest_sum([private({0: 1, 5: 100, 6: 1, 9: 1}), private({0: 1, 5: 1, 6: 1, 9: 100})]) == 101
+    assert highest_sum([private({0: 7}), {}]) == 7
+    assert highest_sum([private({1: 10, 3: 50}), private({2: 5})]) == 55  # at 2 the larger of rank 0's next samples
 
 
-@given(
-    st.lists(st.dictionaries(st.integers(0, 20), st.integers(0, 100), min_size=1, max_size=12), min_size=1, max_size=4)
-)
-def test_the_highest_sum_is_never_too_low(by_rank: list[dict[int, int]]) -> None:
+def private(samples: dict[int, int]) -> dict[int, dict[str, int]]:
+    return {at: {ANONYMOUS: num_bytes} for at, num_bytes in samples.items()}
+
+
+def test_a_shared_file_counts_once() -> None:
+    """Two ranks that map each other's windows hold no more than before, however far apart they are looked at."""
+    before, after = {ANONYMOUS: 1, "7": 100}, {ANONYMOUS: 1, "7": 100, "8": 100}
+    other_before, other_after = {ANONYMOUS: 2, "8": 100}, {ANONYMOUS: 2, "7": 100, "8": 100}
+    assert highest_sum([{0: before, 3: after}, {0: other_before, 1: other_after}]) == 203
+
+
+HELD = st.dictionaries(st.sampled_from([ANONYMOUS, "1", "2"]), st.integers(0, 100))
+
+
+@given(st.lists(st.dictionaries(st.integers(0, 12), HELD, min_size=1, max_size=8), min_size=1, max_size=4))
+def test_the_highest_sum_is_never_too_low(by_rank: list[dict[int, dict[str, int]]]) -> None:
     """Not below the sum at any time that all have, and not above the sum of all peaks."""
-    common = set.intersection(*(set(samples) for samples in by_rank))
     found = highest_sum(by_rank)
-    assert all(found >= sum(samples[at] for samples in by_rank) for at in common)
-    assert found <= sum(max(samples.values()) for samples in by_rank)
+    for at in set.intersection(*(set(samples) for samples in by_rank)):
+        now = [samples[at] for samples in by_rank]
+        files = sum(max(held.get(file, 0) for held in now) for file in ("1", "2"))
+        assert found >= sum(held.get(ANONYMOUS, 0) for held in now) + files
+    all_peaks = [max(held.get(key, 0) for held in one.values()) for one in by_rank for key in (ANONYMOUS, "1", "2")]
+    assert found <= sum(all_peaks)
 
 
 def test_memory_that_comes_and_goes_was_sampled() -> None:
-    before = held_bytes(read_pss())
+    """Private and shared memory alike."""
+    before = highest_sum([{0: held_now()}])
     with SampledMemory() as sampled:
-        held = mmap.mmap(-1, 32 * MIB)
-        for at in range(0, len(held), mmap.PAGESIZE):
-            held[at] = 1
-        seen = dict(sampled.samples)
-        while sampled.samples == seen:  # until the sampler has had a turn of its own
+        held = [mmap.mmap(-1, 32 * MIB), mmap.mmap(-1, 16 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)]
+        for one in held:
+            for at in range(0, len(one), mmap.PAGESIZE):
+                one[at] = 1
+        times = set(sampled.samples)
+        while len(set(sampled.samples) - times) < 2:  # the sampler's second turn from here began with all of it there
             os.sched_yield()
-        held.close()
-    assert highest_sum([sampled.samples]) - before >= 30 * MIB
+        for one in held:
+            one.close()
+    assert 46 * MIB <= highest_sum([sampled.samples]) - before < 64 * MIB
+    assert highest_sum([{0: held_now()}]) - before < 16 * MIB
 
 
 @pytest.mark.parametrize("num_files", [1, 3])
@@ -92,14 +110,21 @@ def test_plain_reads_cover_the_files_once(tmp_path: Path) -> None:
     for path, begin, end in zip(paths, cuts, cuts[1:], strict=False):
         path.write_bytes(data[begin:end])
     for world_size, num_threads in ((1, 1), (3, 2), (4, 5)):
-        shares = [bytes(read_share(paths, rank, world_size, num_threads)) for rank in range(world_size)]
-        assert b"".join(shares) == data
+        shares = [Share(paths, rank, world_size, num_threads) for rank in range(world_size)]
+        assert b"".join(bytes(share.read(private_memory)) for share in shares) == data
 
 
-def rank(load_s: list[float], read_s: list[float], held: dict[str, int], **values: int) -> dict[str, Any]:
+def rank(load_s: list[float], read_s: list[float], held: dict[str, int]) -> dict[str, Any]:
     samples = {"load_s": load_s, "read_s": read_s, "load_cpu_s": load_s, "read_cpu_s": read_s}
-    found = {"checkpoint_bytes": 1000, "baseline_bytes": 10, "bytes_read": 505, "limit_bytes": 700}
-    return {"samples_s": samples, "samples_bytes": held, **found, **values}
+    found = {
+        "checkpoint_bytes": 1000,
+        "bytes_read": 505,
+        "limit_bytes": 700,
+        "pss_bytes": 600,
+        "baseline": {"0": {ANONYMOUS: 10}},
+    }
+    sampled = {at: {ANONYMOUS: num_bytes} for at, num_bytes in held.items()}
+    return {"samples_s": samples, "sampled": sampled, **found}
 
 
 def test_rows_and_verdicts() -> None:
