@@ -124,3 +124,17 @@ def use_in_a_fork(group: Group) -> str:
     text = os.read(read_end, 1000).decode()
     group.barrier()
     return text
+
+
+def die_in_a_long_step(group: Group) -> None:
+    """Rank 1 is killed in its step, while rank 0 waits for it, and rank 2 is in a step without end."""
+
+    def step() -> None:
+        if group.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        while group.rank == 2:
+            why = group.why_hopeless("load")
+            if why is not None:
+                raise CommError(why)
+
+    group.agree("load", step, progress=lambda: 0)

@@ -30,11 +30,11 @@ class _Weights(dict[str, Any]):
     folder = ""
     num_reads = 0
 
-    def get(self, name: str, default: Any = None) -> Any:
+    def __getitem__(self, name: str) -> Any:
         self.num_reads += 1
         if self.num_reads == 2:
             hang(self.folder)
-        return super().get(name, default)
+        return super().__getitem__(name)
 
 
 def hang(folder: str) -> None:

@@ -41,20 +41,31 @@ def check_source(group: Group, model: ModelSpec, source: WeightSource) -> None:
     if identities[0] is not None and all(identity == identities[0] for identity in identities):
         return
     names = [weight.name for weight in model.weights]
-    check_replicated(group, names, lambda name: source_hash(source, model.weight(name)))
+    check_replicated(
+        group,
+        names,
+        lambda name: source_hash(source, model.weight(name)),
+        progress=lambda: source.num_bytes_read,
+    )
 
 
 def check_replicated(
-    group: Group, names: Iterable[str], hash_of: Callable[[str], str], *, may_differ: bool = False
+    group: Group,
+    names: Iterable[str],
+    hash_of: Callable[[str], str],
+    *,
+    may_differ: bool = False,
+    progress: Callable[[], int] | None = None,
 ) -> None:
     """Compare the weights `names` over the group (collective); `hash_of` gives this rank's hash of one.
 
-    With `may_differ` weights that stay whole may differ, and the error says so.
+    Others wait for a rank whose `progress` grows, see `Group.agree`. With `may_differ` weights that stay whole may
+    differ, and the error says so.
 
     Raises:
         SpecError: on every rank, naming the first weight that differs and the ranks.
     """
-    mine = group.agree("load", lambda: [[name, hash_of(name)] for name in names])
+    mine = group.agree("load", lambda: [[name, hash_of(name)] for name in names], progress=progress)
     gathered: list[Any] = [value for value, _ in group.all_gather(mine, name="replicated check")]
     rows = list(zip_longest(*gathered))
     for row in rows:
