@@ -84,9 +84,8 @@ class RowSlice:
                 self._rows = self._reserve()
             first, last = max(begin, self.begin), min(end, self.end)
             if first < last:
-                source = tensor.detach()[first - begin : last - begin].contiguous()
-                target = self._rows[first - self.begin : last - self.begin]
-                target.view(-1).view(torch.uint8).copy_(source.view(-1).view(torch.uint8))
+                source = tensor.detach()[first - begin : last - begin]
+                _as_bits(self._rows[first - self.begin : last - self.begin]).copy_(_as_bits(source))
             self.parts.done(shard_id)
             if not self.parts.missing:
                 self._given.data = self._rows
@@ -152,3 +151,11 @@ class RowSlice:
 
 
 _LOAD_FIRST = "load it through its weight_loader or load(); post-load processing may replace its rows afterwards"
+
+
+def _as_bits(tensor: Tensor) -> Tensor:
+    """The same elements as integers or what torch copies as it is, whatever the strides: no bit is interpreted."""
+    return tensor.view(_BITS.get(tensor.element_size(), tensor.dtype))
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
