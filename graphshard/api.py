@@ -24,9 +24,10 @@ from graphshard.runtime.engine import Blocks, Prepared, RowRules, prepare_module
 from graphshard.runtime.model import SegmentedModel
 from graphshard.runtime.planning import Hardware, PlanChoice, PlanRequest, compile_request, limits_of
 from graphshard.runtime.runtime import Runtime
-from graphshard.runtime.weights.fill import Filler, OnLoad, SourceFiller
+from graphshard.runtime.weights.fill import Filler, SourceFiller
 from graphshard.runtime.weights.recipe_source import RecipeSource, open_store
 from graphshard.runtime.weights.shard_filler import ShardFiller, open_shards
+from graphshard.runtime.weights.watch import OnLoad
 from graphshard.schedule.units import DEFAULT_MIN_SHARD_BYTES
 
 
@@ -208,7 +209,7 @@ def _filler(
 ) -> Iterator[tuple[Filler, dict[str, Any]]]:
     """What fills the memory, and what else `build_runtime` is told of the weights."""
     if shards is not None:
-        with closing(ShardFiller(shards)) as filler:
+        with closing(ShardFiller(shards, on_load)) as filler:
             yield filler, {"epoch": shards.manifest.epoch, "recipes": recipes, "ignore": ignore}
     else:
         with ExitStack() as stack:  # closes also where another rank's checkpoint cannot be opened

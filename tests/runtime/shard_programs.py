@@ -116,7 +116,7 @@ def die_in_a_save(group: Group, folder: str, victim: int) -> str:
 def serve_shards(group: Group, folder: str) -> dict[str, Any]:
     """Save, then step until told to stop; a rank that comes back loads the file that its predecessor wrote."""
     model, is_newcomer = ByteModel(LAYERS), isinstance(group, Newcomer)
-    choices: dict[str, Any] = {"units": "layer"} if not is_newcomer else {"checkpoint": f"{folder}/shards"}
+    choices: dict[str, Any] = {"units": "layer"} | ({"checkpoint": f"{folder}/shards"} if is_newcomer else {})
     with compile_bytes(group, model, **choices) as runtime:
         if not is_newcomer:
             runtime.save_shards(f"{folder}/shards")

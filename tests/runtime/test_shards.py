@@ -90,7 +90,8 @@ def test_steps_over_loaded_shards_see_the_right_bytes(tmp_path: Path, transport:
 
 def test_reads_and_rounds_of_any_size_bring_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saving, "ROUND_BYTES", 1500)
-    monkeypatch.setattr(shard_filler, "READ_BYTES", 700)
+    monkeypatch.setattr(shard_filler, "WINDOW_BYTES", 700)
+    monkeypatch.setattr(shard_filler, "PIECE_BYTES", 300)
     run_on_ranks(save, 2, tmp_path / "s", {"units": "weight"})
     save_folder(tmp_path / "by hand", KINDS.spec(), 2, units="weight")
     assert content(tmp_path / "s") == content(tmp_path / "by hand")

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
 from graphshard.comm.checksums import checksum_of_pieces
 from graphshard.comm.group import Group
-from graphshard.comm.pulses import PATIENCE
 from graphshard.comm.rejoin import Newcomer
-from graphshard.core.errors import CommError, LoadError
 from graphshard.core.layout import UnitLayout, WeightView, chunk_pieces
 from graphshard.core.specs import WeightSpec
 from graphshard.runtime.compiled import Compiled
@@ -21,10 +19,8 @@ from graphshard.runtime.memory import RuntimeMemory
 from graphshard.runtime.weights.coverage import exchange_coverage
 from graphshard.runtime.weights.report import LoadedWeight, LoadReport
 from graphshard.runtime.weights.source import WeightSource
+from graphshard.runtime.weights.watch import LoadWatch, OnLoad
 from graphshard.runtime.weights.workers import Workers
-
-OnLoad = Callable[[int, int], None]
-"""Told of the bytes that this rank has loaded so far, and of all that it is to load."""
 
 NUM_THREADS = 4
 """Readers of a rank: what one waits for from a disk, or copies from the page cache, another hashes."""
@@ -96,31 +92,30 @@ class _Loading:
     def __init__(
         self, compiled: Compiled, group: Group, memory: RuntimeMemory, source: WeightSource, on_load: OnLoad | None
     ) -> None:
-        self._model, self._layout, self._group = compiled.model, compiled.layout, group
-        self._memory, self._source, self._on_load = memory, source, on_load
+        self._model, self._layout, self._rank = compiled.model, compiled.layout, group.rank
+        self._memory, self._source = memory, source
         self._workers: Workers[int] = Workers(NUM_THREADS)
         self._lock = threading.Lock()
         self.loaded: dict[str, list[tuple[int, int]]] = {}
         """Ranges of bytes that this rank has, by weight."""
-        self._num_bytes = 0
         pieces = [piece for unit in self._layout.units for piece in chunk_pieces(unit, group.rank)]
-        self._total_bytes = sum(piece.weight_end - piece.weight_begin for piece in pieces)
-        self._total_bytes += sum(view.num_bytes for view in self._layout.resident)
-        self._progress, self._grown = 0, time.monotonic()
+        total_bytes = sum(piece.weight_end - piece.weight_begin for piece in pieces)
+        self._watch = LoadWatch(group, total_bytes + sum(view.num_bytes for view in self._layout.resident), on_load)
 
     def progress(self) -> int:
         """A number that grows while bytes come."""
-        return self._num_bytes + self._source.num_bytes_read
+        return self._watch.num_bytes + self._source.num_bytes_read
 
     def run(self) -> list[int]:
         """Load everything; the checksum of each chunk, by unit."""
         units, resident = self._layout.units, self._layout.resident
         weights = [[view.weight for view in unit.views] for unit in units] + [[view.weight] for view in resident]
         tasks = [partial(self._fill_unit, unit) for unit in units] + [partial(self._fill_resident, v) for v in resident]
-        checksums = self._workers.run(tasks, lambda index: self._source.release(weights[index]), self._look)
+        checksums = self._workers.run(
+            tasks, lambda index: self._source.release(weights[index]), lambda: self._watch.look(self.progress())
+        )
         self._source.identity()  # raises if what was read has changed meanwhile
-        if self._on_load is not None:
-            self._on_load(self._num_bytes, self._total_bytes)
+        self._watch.tell()
         return checksums[: len(units)]
 
     def report(self, seconds: float) -> LoadReport:
@@ -137,23 +132,6 @@ class _Loading:
             seconds=seconds,
         )
 
-    def _look(self) -> None:
-        """How far everybody is, a few times a second."""
-        progress, now = self.progress(), time.monotonic()
-        if progress != self._progress:
-            self._progress, self._grown = progress, now
-        limit_s = PATIENCE * self._group.timeout_s
-        if now - self._grown > limit_s:
-            raise LoadError(
-                f"no byte came for {limit_s:.0f} s, after {self._num_bytes} of {self._total_bytes}: "
-                "see whether the checkpoint's disk or server answers"
-            )
-        hopeless = self._group.why_hopeless("load")
-        if hopeless is not None:
-            raise CommError(hopeless)
-        if self._on_load is not None:
-            self._on_load(self._num_bytes, self._total_bytes)
-
     def _fill_unit(self, unit: UnitLayout) -> int:
         return checksum_of_pieces(self._written(unit))
 
@@ -168,7 +146,7 @@ class _Loading:
 
     def _written(self, unit: UnitLayout) -> Iterator[memoryview]:
         """This rank's chunk of `unit`, in order, each part as soon as it is written; padding stays zero."""
-        pieces = chunk_pieces(unit, self._group.rank)
+        pieces = chunk_pieces(unit, self._rank)
         current = 0
         for begin in range(0, unit.chunk_bytes, WINDOW_BYTES):
             end = min(begin + WINDOW_BYTES, unit.chunk_bytes)
@@ -202,8 +180,8 @@ class _Loading:
             yield part
 
     def _note(self, weight: str, begin: int, end: int) -> None:
+        self._watch.add(end - begin)
         with self._lock:
-            self._num_bytes += end - begin
             ranges = self.loaded.setdefault(weight, [])
             if ranges and ranges[-1][1] == begin:
                 ranges[-1] = (ranges[-1][0], end)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-from graphshard.comm.checksums import checksum_of
+from graphshard.comm.checksums import Checksum
 from graphshard.comm.group import Group
 from graphshard.comm.rejoin import Newcomer
 from graphshard.core.counts import by_value
 from graphshard.core.errors import LoadError
-from graphshard.core.layout import UnitLayout, chunk_pieces
+from graphshard.core.layout import UnitLayout, WeightView, chunk_pieces
 from graphshard.core.specs import ModelSpec, WeightSpec
 from graphshard.load.reshard import reshard_command
 from graphshard.load.shard_file import ShardFile
@@ -19,10 +21,10 @@ from graphshard.load.shard_folder import ShardFolder
 from graphshard.load.shard_manifest import MANIFEST_NAME, ShardManifest, is_shard_folder, read_manifest
 from graphshard.runtime.compiled import Compiled
 from graphshard.runtime.memory import RuntimeMemory
+from graphshard.runtime.weights.fill import NUM_THREADS, PIECE_BYTES, WINDOW_BYTES
 from graphshard.runtime.weights.report import LoadedWeight, LoadReport
-
-READ_BYTES = 256 * 2**20
-"""What one read brings at most: on a GPU it is the host memory that the bytes pass through."""
+from graphshard.runtime.weights.watch import LoadWatch, OnLoad
+from graphshard.runtime.weights.workers import Workers
 
 
 def open_shards(group: Group, checkpoint: object, spec: Callable[[], ModelSpec]) -> ShardFolder | None:
@@ -49,18 +51,23 @@ def open_shards(group: Group, checkpoint: object, spec: Callable[[], ModelSpec])
 class ShardFiller:
     """Fills a rank's memory from its own file."""
 
-    def __init__(self, folder: ShardFolder) -> None:
-        self._folder = folder
+    def __init__(self, folder: ShardFolder, on_load: OnLoad | None = None) -> None:
+        """`on_load` is called a few times a second, and at the end, in the thread that fills."""
+        self._folder, self._on_load = folder, on_load
         self._file: ShardFile | None = None
         self._report: LoadReport | None = None
 
     def prepare(self, compiled: Compiled, group: Group) -> None:
-        """See Filler. Ranks hold the same manifest (`open_shards`), and each weight is compared with its checksums."""
+        """See Filler. Ranks hold the same manifest (`open_shards`), whose checksums cover every byte of every rank."""
         self._file = group.agree("checkpoint", lambda: self._open(compiled, group.rank))
 
     def fill(self, compiled: Compiled, group: Group, memory: RuntimeMemory) -> list[int]:
-        """See Filler."""
-        return group.agree("load", lambda: self._fill(compiled, group.rank, memory))
+        """See Filler. Other ranks wait for one that is slow, as long as bytes still come; see `Group.agree`."""
+        assert self._file is not None, "fill comes after prepare"
+        reading, started = _Reading(compiled, group, memory, self._file, self._on_load), time.monotonic()
+        checksums = group.agree("load", reading.run, progress=reading.progress)
+        self._report = _report_of(compiled, group.rank, reading.progress(), time.monotonic() - started)
+        return checksums
 
     @property
     def report(self) -> LoadReport:
@@ -84,25 +91,56 @@ class ShardFiller:
             )
         return ShardFile(self._folder.path, manifest, rank)
 
-    def _fill(self, compiled: Compiled, rank: int, memory: RuntimeMemory) -> list[int]:
-        file, layout, started = self._file, compiled.layout, time.monotonic()
-        assert file is not None, "fill comes after prepare"
-        checksums = []
-        for units in _reads(layout.units):
-            begin, end = units[0].chunk_offset, units[-1].chunk_offset + units[-1].chunk_bytes
-            with memory.writing_shard(begin, end - begin) as window:
-                file.read_into("shards", begin, window)
-                for unit in units:
-                    at = unit.chunk_offset - begin
-                    checksums.append(checksum_of(window[at : at + unit.chunk_bytes]))
-                    file.check_chunk(unit.unit, checksums[-1])
-        for index, view in enumerate(layout.resident):
-            with memory.writing_resident(view) as resident:
-                file.read_into("resident", view.offset, resident)
-                file.check_resident(index, checksum_of(resident))
-        file.check_unchanged()
-        self._report = _report_of(compiled, rank, time.monotonic() - started)
-        return checksums
+
+class _Reading:
+    """One rank's read: every byte of its file once, hashed while it is in the cache, straight to where it stays."""
+
+    def __init__(
+        self, compiled: Compiled, group: Group, memory: RuntimeMemory, file: ShardFile, on_load: OnLoad | None
+    ) -> None:
+        self._layout, self._memory, self._file = compiled.layout, memory, file
+        total_bytes = self._layout.shard_bytes + sum(view.num_bytes for view in self._layout.resident)
+        self._watch = LoadWatch(group, total_bytes, on_load)
+        self._workers: Workers[int] = Workers(NUM_THREADS)
+
+    def progress(self) -> int:
+        """The bytes that have come."""
+        return self._watch.num_bytes
+
+    def run(self) -> list[int]:
+        """Read and verify everything; the checksum of each chunk, by unit."""
+        tasks = [partial(self._fill_unit, unit) for unit in self._layout.units]
+        tasks += [partial(self._fill_resident, i, view) for i, view in enumerate(self._layout.resident)]
+        checksums = self._workers.run(tasks, lambda index: None, lambda: self._watch.look(self.progress()))
+        self._file.check_unchanged()
+        self._watch.tell()
+        return checksums[: len(self._layout.units)]
+
+    def _fill_unit(self, unit: UnitLayout) -> int:
+        checksum = Checksum()
+        for begin in range(0, unit.chunk_bytes, WINDOW_BYTES):
+            at, num_bytes = unit.chunk_offset + begin, min(WINDOW_BYTES, unit.chunk_bytes - begin)
+            with self._memory.writing_shard(at, num_bytes) as window:
+                self._read("shards", at, window, checksum)
+        self._file.check_chunk(unit.unit, checksum.value)
+        return checksum.value
+
+    def _fill_resident(self, index: int, view: WeightView) -> int:
+        checksum = Checksum()
+        for begin in range(0, view.num_bytes, WINDOW_BYTES):
+            part = replace(view, offset=view.offset + begin, num_bytes=min(WINDOW_BYTES, view.num_bytes - begin))
+            with self._memory.writing_resident(part) as window:
+                self._read("resident", part.offset, window, checksum)
+        self._file.check_resident(index, checksum.value)
+        return checksum.value
+
+    def _read(self, area: str, begin: int, out: memoryview, checksum: Checksum) -> None:
+        for at in range(0, len(out), PIECE_BYTES):
+            self._workers.check()
+            part = out[at : at + PIECE_BYTES]
+            self._file.read_into(area, begin + at, part)
+            checksum.update(part)
+            self._watch.add(len(part))
 
 
 def _open(checkpoint: object, spec: Callable[[], ModelSpec], world_size: int) -> ShardFolder | None:
@@ -165,25 +203,12 @@ def _kind(manifest: ShardManifest) -> str:
     return f"shard files {manifest.digest[:12]} (epoch {manifest.epoch})"
 
 
-def _reads(units: Sequence[UnitLayout]) -> Iterator[list[UnitLayout]]:
-    """Neighbours whose chunks are read at once: up to `READ_BYTES` together, or one that is larger."""
-    together: list[UnitLayout] = []
-    for unit in units:
-        if together and unit.chunk_offset + unit.chunk_bytes - together[0].chunk_offset > READ_BYTES:
-            yield together
-            together = []
-        together.append(unit)
-    if together:
-        yield together
-
-
-def _report_of(compiled: Compiled, rank: int, seconds: float) -> LoadReport:
+def _report_of(compiled: Compiled, rank: int, bytes_read: int, seconds: float) -> LoadReport:
     layout = compiled.layout
     kept = {view.weight: view.num_bytes for view in layout.resident}
     for unit in layout.units:
         for piece in chunk_pieces(unit, rank):
             kept[piece.weight] = kept.get(piece.weight, 0) + piece.weight_end - piece.weight_begin
     rows = [LoadedWeight(w.name, "shard file", w.num_bytes, kept.get(w.name, 0)) for w in compiled.model.weights]
-    bytes_read = layout.shard_bytes + sum(view.num_bytes for view in layout.resident)
     checkpoint_bytes = sum(weight.num_bytes for weight in compiled.model.weights)
     return LoadReport(tuple(rows), bytes_read, checkpoint_bytes, 0, seconds)
