@@ -104,9 +104,7 @@ def command(
         **_sizes(folder, texts, tokens, world_size, batch_size),
     }
     screen = Screen(out, Codec(folder), texts, world_size)
-    if not (folder / TOKENIZER).exists():
-        out.say(f"no {TOKENIZER} in {folder}: words become tokens by their letters, and tokens are shown as numbers")
-    out.say(f"{folder.name}: prompts: {len(texts)} over {world_size} ranks, in batches of {request['batch_size']}")
+    _say_first(out, folder, len(texts), world_size, request["batch_size"])
     with GenerateJob(request, world_size, restart=restart, timeout_s=RUN_TIMEOUT_S) as job:
         screen.follow(job)
         job.run()
@@ -118,6 +116,12 @@ def command(
     if not any(story.batches is not None for story in job.stories):
         raise_first_failure(results)
     return _answer(out, job, screen, request, memory, no_report)
+
+
+def _say_first(out: Output, folder: Path, num_prompts: int, world_size: int, batch_size: int) -> None:
+    if not (folder / TOKENIZER).exists():
+        out.say(f"no {TOKENIZER} in {folder}: words become tokens by their letters, and tokens are shown as numbers")
+    out.say(f"{folder.name}: prompts: {num_prompts} over {world_size} ranks, in batches of {batch_size}")
 
 
 def _answer(

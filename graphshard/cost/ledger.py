@@ -43,8 +43,8 @@ class Overheads:
     """Of collectives that only the plan needs, all communicators together; 0 for `pull`, which has none."""
     pool_slack: float = 0.0
     """What fragmentation adds to the graphs' shared pool, as a share of it."""
-    load_buffer_bytes: int = 8 * 8 * 2**20
-    """Of loading: a stripe of 8 MiB for each of 8 threads, for recipes that compute; else bytes go to their place."""
+    load_buffer_bytes: int = 4 * 8 * 2**20
+    """Of loading: a stripe of 8 MiB for each of 4 threads, for recipes that compute; else bytes go to their place."""
 
     def __post_init__(self) -> None:
         for name in ("workspace_bytes", "communicator_bytes", "load_buffer_bytes"):
@@ -138,7 +138,7 @@ class Ledger:
 
     @property
     def staged_bytes(self) -> int:
-        """While an update replaces every weight: the new bytes of all that the rank keeps, beside the old ones."""
+        """In the host's memory while an update replaces every weight: the new bytes of all that the rank keeps."""
         return self.chunk_bytes + self.resident_bytes
 
     @property
@@ -213,7 +213,7 @@ class Ledger:
             _row("replicated", self.replicated_bytes, "gross + resident + pool + workspaces"),
             _row("load peak", self.load_peak_bytes, "windows and the threads' stripes, from a checkpoint"),
             _row("attach peak", self.attach_peak_bytes, "the whole module, slots and a chunk, when sharded in place"),
-            _row("update", self.staged_bytes, "chunks + resident: staged beside while all weights are replaced"),
+            _row("update", self.staged_bytes, "chunks + resident: the host stages them to replace all weights"),
             _row("memory", self.memory_bytes, "the limit"),
             _row("for requests", self.for_requests_bytes, "memory - used"),
             _row("state a request", self.request_state_bytes, "recurrent layers, whatever the context"),

@@ -15,6 +15,8 @@ from graphshard.cost.deployment import Deployment
 from graphshard.cost.facts import LayerFact, ModelFacts, PlanningModel, WeightFact
 from graphshard.cost.ledger import Ledger, Overheads, graph_pool_bytes, make_ledger, shardable_by_part
 from graphshard.models.specs.kimi_k3 import kimi_k3
+from graphshard.runtime.update.places import places_of
+from graphshard.runtime.weights.fill import NUM_THREADS, WINDOW_BYTES
 from graphshard.schedule.auto import make_plan
 from graphshard.schedule.synthetic import synthetic_model
 
@@ -127,9 +129,15 @@ def test_both_sides_agree_to_the_byte(
     windows = found.chunk_bytes + found.slot_bytes + found.resident_bytes + found.rounding_bytes
     assert windows == layout.reserved_bytes(granularity)
     assert found.load_peak_bytes == windows + overheads.load_buffer_bytes
-    assert found.staged_bytes == layout.shard_bytes + layout.resident_bytes
+    staged = [sum(one.num_bytes for where in places_of(layout, r).values() for one in where) for r in range(world_size)]
+    padding = 256 * (2 * len(layout.units) + len(layout.resident))  # of a rank: each weight's and each chunk's
+    assert max(staged) <= found.staged_bytes <= max(staged) + padding
     assert found.sequences * found.request_bytes <= max(found.for_requests_bytes, 0)
     assert 0 <= found.kv_tokens - found.sequences * 1000 < 1000
+
+
+def test_a_loads_stripes_are_the_loaders() -> None:
+    assert Overheads().load_buffer_bytes == NUM_THREADS * WINDOW_BYTES
 
 
 def test_rows_name_every_sum() -> None:
