@@ -62,14 +62,18 @@ def try_on_ranks(
     mode: str = "threads",
     timeout_s: float = 60.0,
     group_timeout_s: float | None = None,
+    after_failure_s: float | None = None,
 ) -> list[Outcome]:
-    """How `function(group, *arguments)` ended on each rank. The group's own waits end a little before `timeout_s`."""
+    """How `function(group, *arguments)` ended on each rank. The group's own waits end a little before `timeout_s`.
+
+    Processes that still run `after_failure_s` after one has failed are killed.
+    """
     limit_s = 0.8 * timeout_s if group_timeout_s is None else group_timeout_s
     if mode == "threads":
         return _run_threads(function, world_size, arguments, timeout_s, limit_s)
     assert mode == "processes", f"mode {mode!r} is none of {MODES}"
     with start_processes(function, world_size, *arguments, group_timeout_s=limit_s) as processes:
-        results = processes.wait(timeout_s)
+        results = processes.wait(timeout_s, after_failure_s)
         return [Outcome(r.rank, r.value, r.error_type, r.error, r.traceback, r.ended_s) for r in results]
 
 

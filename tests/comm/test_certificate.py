@@ -86,7 +86,7 @@ EXPECTED = {
     "weight": 'weight 1 is "name=w1 shape=[4] dtype=int8 strides=none" on ranks 0 1, '
     '"name=w1 shape=[4,4] dtype=int8 strides=none" on rank 2',
     "more weights": 'weight 2 is "nothing" on ranks 0 1, "name=w2 shape=[4] dtype=int8 strides=none" on rank 2',
-    "model name": 'model is "name=small" on ranks 0 1, "name=other" on rank 2',
+    "model name": 'model is "name=small kept=[]" on ranks 0 1, "name=other kept=[]" on rank 2',
     "no text": 'weight 0 is "name=w0 shape=[4] dtype=int8 strides=none" on ranks 0 1, "nothing" on rank 2',
     "shorter program": 'program 2x1, op 8 is "ag_launch unit=2 slot=0 stream=copy" on ranks 0 1, "nothing" on rank 2',
     "entry": 'program 1x1, line 1 is "entry    0=-" on ranks 0 1, "entry    0=2" on rank 2',

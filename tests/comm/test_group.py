@@ -97,7 +97,7 @@ def test_unknown_errors_become_comm_errors() -> None:
 @pytest.mark.parametrize(("how", "state"), [("stop", "stopped"), ("sleep", "running")])
 def test_who_does_not_come_is_named(how: str, state: str) -> None:
     with no_growth():
-        outcomes = try_on_ranks(stay_away, 3, how, mode="processes", group_timeout_s=1.0, timeout_s=2.5)
+        outcomes = try_on_ranks(stay_away, 3, how, mode="processes", group_timeout_s=1.0, after_failure_s=2.0)
     for outcome in outcomes[:2]:
         assert "waited 1.0 s in barrier (call 1 of this group): rank 2 (pid" in outcome.error, outcome.error
         assert f", {state}) did not arrive; rank" in outcome.error

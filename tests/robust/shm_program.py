@@ -45,7 +45,7 @@ def main(folder: str) -> None:
         signs.wait_for("ready", [0, 1])
         during = os.listdir("/dev/shm")
         signs.order("stop")
-        results = ranks.wait(90.0)
+        results = ranks.wait(240.0)
     told = [result.value or result.traceback or result.error for result in results]
     size = stat.f_blocks * stat.f_frsize
     print(json.dumps({"size": size, "free": os.statvfs("/dev/shm").f_bavail, "during": during, "told": told}))

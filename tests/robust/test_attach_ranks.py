@@ -27,7 +27,7 @@ def test_a_rank_stops_dies_inside_a_forward_and_comes_back(tmp_path: Path) -> No
         signs.order("report.1", "is back")
         signs.wait_for("is back", [1])
         signs.order("stop")
-        results = ranks.wait(60.0)
+        results = ranks.wait(180.0)
     for rank, result in enumerate(results):
         assert result.is_good, result.traceback
         told = result.value

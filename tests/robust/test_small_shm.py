@@ -35,7 +35,7 @@ def test_everything_works_with_a_small_and_full_dev_shm(tmp_path: Path) -> None:
     line = f'{MOUNT} && exec "$0" "$@"'
     command = [*namespace(), line, sys.executable, shm_program.__file__, str(tmp_path)]
     done = subprocess.run(
-        command, env={**os.environ, **rank_environment()}, capture_output=True, text=True, timeout=120, check=False
+        command, env={**os.environ, **rank_environment()}, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
