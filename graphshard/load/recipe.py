@@ -81,7 +81,10 @@ class Transpose:
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """The values of `part` as `dtype`, rounded to nearest even; the only node that converts."""
+    """The values of `part` as `dtype`, rounded to nearest even; the only node that converts.
+
+    Of a NaN nothing but that it is one is kept. Floats are not cast to integers.
+    """
 
     part: Recipe
     dtype: str

@@ -128,9 +128,7 @@ def _result(recipe: Recipe, parts: tuple[Typed, ...]) -> tuple[tuple[int, ...], 
                 raise LoadError(f"Transpose of {first.text()}: it has {what}; transpose matrices of whole elements")
             return (first.shape[1], first.shape[0]), first.dtype
         case Cast():
-            _check_dtype(f"Cast to {recipe.dtype} of", first, CASTABLE_DTYPES)
-            if recipe.dtype not in CASTABLE_DTYPES:
-                raise LoadError(f"Cast of {first.text()} to {recipe.dtype}: known are {', '.join(CASTABLE_DTYPES)}")
+            _check_cast(recipe, first)
             return first.shape, recipe.dtype
         case Reinterpret():
             wanted = num_bytes(recipe.shape, recipe.dtype, None)
@@ -150,6 +148,15 @@ def _result(recipe: Recipe, parts: tuple[Typed, ...]) -> tuple[tuple[int, ...], 
             return _scale(node, first)
         case Read():
             raise AssertionError("a read has no parts")
+
+
+def _check_cast(recipe: Cast, part: Typed) -> None:
+    _check_dtype(f"Cast to {recipe.dtype} of", part, CASTABLE_DTYPES)
+    if recipe.dtype not in CASTABLE_DTYPES:
+        raise LoadError(f"Cast of {part.text()} to {recipe.dtype}: known are {', '.join(CASTABLE_DTYPES)}")
+    is_float = part.dtype.startswith("float") or part.dtype == "bfloat16"
+    if is_float and recipe.dtype.startswith(("int", "uint")):
+        raise LoadError(f"Cast of {part.text()} to {recipe.dtype}: what is out of range has no value; cast to a float")
 
 
 def _concat(recipe: Concat, parts: tuple[Typed, ...]) -> tuple[int, ...]:

@@ -86,6 +86,8 @@ REFUSED: list[tuple[Recipe, str]] = [
     (Transpose(Read("fp4")), "values packed in pairs along a row"),
     (Cast(Read("fp4"), "float32"), r"Cast to float32 of fp4 float4_e2m1fn_x2\[2, 4\]: it takes bool, int8"),
     (Cast(Q, "float4_e2m1fn_x2"), r"Cast of q bfloat16\[64, 32\] to float4_e2m1fn_x2: known are"),
+    (Cast(Q, "int8"), r"Cast of q bfloat16\[64, 32\] to int8: what is out of range has no value"),
+    (Cast(Read("e8m0"), "uint16"), "what is out of range has no value"),
     (Reinterpret(Q, (64, 31), "bfloat16"), r"4096 bytes, as bfloat16\[64, 31\], 3968 bytes"),
     (QuantizeFp8(Read("ints"), "tensor"), r"QuantizeFp8 of ints int8\[4, 3\]: it takes float32, bfloat16, float16"),
     (QuantizeFp8(Read("norm"), "channel"), "give a matrix, whose rows are the channels"),

@@ -51,6 +51,14 @@ def any_bytes(shape: Shape, dtype: str, seed: int) -> Tensor:
     return data.view(torch_dtype(dtype)).view(shape)
 
 
+def any_nan(shape: Shape, dtype: str) -> Tensor:
+    """NaNs with random payloads and signs, quiet and signalling."""
+    ones = any_bytes(shape, dtype, 5)
+    exponent = torch.tensor(float("inf"), dtype=ones.dtype)
+    ints = _as_ints(ones) | _as_ints(exponent)
+    return torch.where((ints & 1) == 1, ints, ints | 1).view(ones.dtype)
+
+
 def finite(shape: Shape, dtype: str, seed: int) -> Tensor:
     """Values of many magnitudes, zeros, -0 and whole rows of zeros among them."""
     generator = torch.Generator().manual_seed(seed)
@@ -218,7 +226,7 @@ def plain(recipe: Recipe, tensors: dict[str, Tensor]) -> Tensor:
         case Transpose(part):
             return plain(part, tensors).t().clone(memory_format=torch.contiguous_format)
         case Cast(part, dtype):
-            return plain(part, tensors).to(torch_dtype(dtype))
+            return casted(plain(part, tensors), dtype)
         case Reinterpret(part, shape, dtype):
             return (
                 torch.frombuffer(bytearray(raw(plain(part, tensors))) or bytearray(8), dtype=torch.uint8)[
@@ -238,6 +246,14 @@ def plain(recipe: Recipe, tensors: dict[str, Tensor]) -> Tensor:
             return quantized(plain(node.part, tensors), node)[1]
         case ScaleOf(node):
             return requantized(plain(node.weight, tensors), plain(node.scale, tensors), node.block)[1]
+
+
+def casted(values: Tensor, dtype: str) -> Tensor:
+    """`values` as `dtype`, every NaN alike."""
+    made = values.to(torch_dtype(dtype))
+    if made.dtype != values.dtype and values.is_floating_point() and made.is_floating_point():
+        _as_ints(made).view(-1)[values.view(-1).isnan()] = _as_ints(torch.tensor(float("nan")).to(made.dtype))
+    return made
 
 
 def quantized(values: Tensor, node: QuantizeFp8) -> tuple[Tensor, Tensor]:

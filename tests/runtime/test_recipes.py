@@ -8,12 +8,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
-from recipe_trees import entries_of, plain, raw, recipes
+from recipe_trees import any_bytes, any_nan, casted, entries_of, plain, raw, recipes, torch_dtype
 from torch import Tensor
 
+from graphshard.core.errors import LoadError
 from graphshard.load.recipe import nodes_of
 from graphshard.load.recipe_runs import runs_of
-from graphshard.load.recipe_types import Typed, typed
+from graphshard.load.recipe_types import CASTABLE_DTYPES, Typed, typed
 from graphshard.recipes import (
     Cast,
     Concat,
@@ -171,3 +172,21 @@ def test_no_more_than_a_stripe_is_read_at_a_time(recipe: Recipe) -> None:
     for begin, end in stripes(result, 0, result.num_rows, 1 << 20):
         evaluate(result, begin, end, counted, scales)
     assert 0 < largest <= 1 << 20
+
+
+@pytest.mark.parametrize("source", CASTABLE_DTYPES)
+def test_casts_do_not_depend_on_how_many_are_cast_at_once(source: str) -> None:
+    """NaNs of all payloads and values out of range among them; vector units and single elements agree."""
+    tensor = any_bytes((67, 5), source, 7)
+    if tensor.is_floating_point() and tensor.element_size() > 1:
+        tensor[::3] = any_nan(tensor[::3].shape, source)
+    rows = rows_of({"w": tensor})
+    for dtype in CASTABLE_DTYPES:
+        try:
+            result = typed(Cast(Read("w"), dtype), entries_of({"w": tensor}))
+        except LoadError:
+            assert tensor.is_floating_point() and not torch_dtype(dtype).is_floating_point and dtype != "bool"
+            continue
+        whole = evaluate(result, 0, 67, rows, {})
+        assert raw(whole) == b"".join(raw(evaluate(result, row, row + 1, rows, {})) for row in range(67))
+        assert raw(whole) == raw(casted(tensor, dtype))

@@ -28,7 +28,7 @@ from graphshard.load.recipe import (
 )
 from graphshard.load.recipe_types import Typed
 from graphshard.load.spans import concat_spans, slice_spans
-from graphshard.runtime.weights.quantize import amax_of_rows, fp8_scale, pack_int4, quantize_fp8, requantize_ue8m0
+from graphshard.runtime.weights.quantize import amax_of_rows, cast, fp8_scale, pack_int4, quantize_fp8, requantize_ue8m0
 
 Rows = Callable[[str, int, int], Tensor]
 """Rows `[begin, end)` of a tensor by name, as (end - begin) * width elements of its dtype, contiguous, on the host."""
@@ -111,7 +111,7 @@ def _evaluate(result: Typed, begin: int, end: int, rows: Rows, scales: Mapping[R
         case Reinterpret():
             return _reinterpret(result, begin, end, rows, scales)
         case Cast():
-            made = evaluate(result.parts[0], begin, end, rows, scales).to(_torch_dtype(result))
+            made = cast(evaluate(result.parts[0], begin, end, rows, scales), _torch_dtype(result))
         case QuantizeFp8():
             values = evaluate(result.parts[0], begin, end, rows, scales)
             scale = _fp8_scale(result, result.node, values, scales)

@@ -18,6 +18,15 @@ _ROW_BLOCK_BYTES = 1 << 20
 """Float32 temporaries of a row by row conversion."""
 
 
+def cast(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """`values` as `dtype`. NaN becomes `dtype`'s own: what torch keeps of one depends on how many it casts at once."""
+    made = values.to(dtype)
+    if dtype == values.dtype or not (values.is_floating_point() and dtype.is_floating_point):
+        return made
+    nan = values.isnan()
+    return torch.where(nan, torch.full((), float("nan"), dtype=dtype), made) if nan.any() else made
+
+
 def fp8_scale(amax: Tensor, dtype: str) -> Tensor:
     """Float32 scales for the largest magnitudes `amax` (float32, any shape): `amax / finfo(dtype).max`.
 
