@@ -5,15 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from graphshard.comm.checksums import checksum_of
+from graphshard.comm.checksums import Checksum
 from graphshard.comm.group import Group
 from graphshard.core.counts import by_value
 from graphshard.core.errors import CommError, SpecError
-from graphshard.core.layout import UnitLayout
 from graphshard.load.shard_file import ShardFileWriter
 from graphshard.load.shard_folder import commit_manifest, open_folder, remove_strays
 from graphshard.load.shard_manifest import ShardManifest, read_manifest
@@ -21,8 +19,11 @@ from graphshard.runtime.compute import refuse_inside_segment
 from graphshard.runtime.memory import RuntimeMemory
 from graphshard.runtime.stepping import Stepping
 
-ROUND_BYTES = 2**30
-"""What a rank writes before it looks after the others: their disks may differ, their waits are bounded."""
+PIECE_BYTES = 4 << 20
+"""What is written at a time, and hashed while it is in the cache."""
+
+SYNC_BYTES = 1 << 30
+"""What the disk may be behind: a rank that waits for its disk shows no progress."""
 
 
 class Saving(Stepping):
@@ -37,7 +38,7 @@ class Saving(Stepping):
         it stays loadable as it was. Returns what the manifest says.
 
         Order:   after the last step; steps of other threads wait until it has ended.
-        Blocks:  the host: a rank is waited for as long as the group says, for each GiB that it writes.
+        Blocks:  the host, as long as bytes are written; a rank that writes none is given up after some timeouts.
         Capture: no.
 
         Raises:
@@ -61,10 +62,8 @@ def _save(group: Group, bare: ShardManifest, memory: RuntimeMemory, folder: Path
     with contextlib.ExitStack() as stack:
         stack.callback(remove_strays, folder, group.rank)  # what the manifest does not name when this ends
         writer = stack.enter_context(group.agree("save_shards", lambda: ShardFileWriter(folder, bare, group.rank)))
-        chunks: list[int] = []
-        for units in _rounds(bare.layout.units):
-            chunks += group.agree("save_shards", partial(_write_chunks, writer, memory, units))
-        resident = group.agree("save_shards", lambda: _write_resident(writer, memory))
+        writing = _Writing(group, writer, memory)
+        chunks, resident = group.agree("save_shards", writing.run, progress=writing.progress)
         manifest = _agreed_manifest(group, bare, chunks, resident)
         group.agree("save_shards", lambda: writer.end(manifest))
         group.agree("save_shards", lambda: commit_manifest(folder, manifest) if group.rank == 0 else None)
@@ -93,37 +92,39 @@ def _check_alike(group: Group, bare: ShardManifest, folder: Path) -> None:
             raise CommError(f"save_shards: ranks have unlike {what}: {by_value(values)}; start all ranks anew")
 
 
-def _rounds(units: Sequence[UnitLayout]) -> list[list[UnitLayout]]:
-    """Units one after the other, up to `ROUND_BYTES` of chunks together, or one that is larger."""
-    rounds: list[list[UnitLayout]] = []
-    filled = ROUND_BYTES
-    for unit in units:
-        if filled + unit.chunk_bytes > ROUND_BYTES:
-            rounds.append([])
-            filled = 0
-        rounds[-1].append(unit)
-        filled += unit.chunk_bytes
-    return rounds
+class _Writing:
+    """One rank's bytes on their way to the disk, hashed as they go."""
 
+    def __init__(self, group: Group, writer: ShardFileWriter, memory: RuntimeMemory) -> None:
+        self._group, self._writer, self._memory = group, writer, memory
+        self._num_bytes = self._num_synced = 0
 
-def _write_chunks(writer: ShardFileWriter, memory: RuntimeMemory, units: Sequence[UnitLayout]) -> list[int]:
-    checksums = []
-    for unit in units:
-        chunk = memory.chunk(unit)
-        writer.write("shards", unit.chunk_offset, chunk)
-        checksums.append(checksum_of(chunk))
-    writer.sync()
-    return checksums
+    def progress(self) -> int:
+        """A number that grows while bytes are written, and when the disk has them."""
+        return self._num_bytes + self._num_synced
 
+    def run(self) -> tuple[list[int], list[int]]:
+        """The checksums of this rank's chunks, by unit, and of the resident weights."""
+        layout, memory = self._memory.layout, self._memory
+        chunks = [self._write("shards", unit.chunk_offset, memory.chunk(unit)) for unit in layout.units]
+        resident = [self._write("resident", view.offset, memory.resident_bytes(view)) for view in layout.resident]
+        self._writer.sync()
+        return chunks, resident
 
-def _write_resident(writer: ShardFileWriter, memory: RuntimeMemory) -> list[int]:
-    checksums = []
-    for view in memory.layout.resident:
-        data = memory.resident_bytes(view)
-        writer.write("resident", view.offset, data)
-        checksums.append(checksum_of(data))
-    writer.sync()
-    return checksums
+    def _write(self, area: str, begin: int, data: memoryview) -> int:
+        checksum = Checksum()
+        for at in range(0, len(data), PIECE_BYTES):
+            hopeless = self._group.why_hopeless("save_shards")
+            if hopeless is not None:
+                raise CommError(hopeless)
+            part = data[at : at + PIECE_BYTES]
+            self._writer.write(area, begin + at, part)
+            checksum.update(part)
+            self._num_bytes += len(part)
+            if self._num_bytes - self._num_synced >= SYNC_BYTES:
+                self._writer.sync()
+                self._num_synced = self._num_bytes
+        return checksum.value
 
 
 def _agreed_manifest(

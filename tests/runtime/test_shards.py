@@ -88,8 +88,9 @@ def test_steps_over_loaded_shards_see_the_right_bytes(tmp_path: Path, transport:
     assert run_on_ranks(program, 3) == [[]] * 3
 
 
-def test_reads_and_rounds_of_any_size_bring_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saving, "ROUND_BYTES", 1500)
+def test_reads_and_writes_of_any_size_bring_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saving, "PIECE_BYTES", 500)
+    monkeypatch.setattr(saving, "SYNC_BYTES", 1500)
     monkeypatch.setattr(shard_filler, "WINDOW_BYTES", 700)
     monkeypatch.setattr(shard_filler, "PIECE_BYTES", 300)
     run_on_ranks(save, 2, tmp_path / "s", {"units": "weight"})
