@@ -49,6 +49,10 @@ class Described(Protocol):
     def shape(self) -> tuple[int, ...]:
         """Sizes in elements."""
 
+    @property
+    def strides(self) -> tuple[int, ...] | None:
+        """Elements from one index to the next; None: rows one after the other."""
+
 
 @dataclass(frozen=True, slots=True)
 class Typed:
@@ -96,6 +100,12 @@ def typed(recipe: Recipe, entries: Mapping[str, Described]) -> Typed:
             raise LoadError(f"tensor {recipe.name} is not among the {len(entries)} tensors there are")
         return Typed(recipe, tuple(entry.shape), entry.dtype, ())
     parts = tuple(typed(part, entries) for part in parts_of(recipe))
+    for part in parts:
+        if isinstance(part.node, Read) and entries[part.node.name].strides is not None:
+            raise LoadError(
+                f"{type(recipe).__name__} of {part.text()}, which is read as it is stored, with strides "
+                f"{entries[part.node.name].strides}: give a contiguous copy of it under another name"
+            )
     shape, dtype = _result(recipe, parts)
     return Typed(recipe, shape, dtype, parts)
 

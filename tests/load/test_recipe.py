@@ -119,6 +119,13 @@ def test_parts_that_do_not_fit_are_named(recipe: Recipe, message: str) -> None:
         result_of(recipe, STORE)
 
 
+def test_strided_tensors_are_read_alone() -> None:
+    store = {"w": TensorEntry("w", "uint8", (4, 3), (8, 1))}
+    assert result_of(Read("w"), store) == ((4, 3), "uint8")
+    with pytest.raises(LoadError, match=r"Concat of w uint8\[4, 3\], which is read .* with strides \(8, 1\)"):
+        result_of(Slice(Concat([Read("w")]), 0, 0, 1), store)
+
+
 @pytest.mark.parametrize("rows", [[192, 192], [64] * 4, [384, 64, 64], [127, 128]])
 def test_block_scales_of_parts_are_not_taken_for_those_of_the_whole(rows: list[int]) -> None:
     store = {}
