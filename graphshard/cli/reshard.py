@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from graphshard.cli.common import COUNT, Output, answering
 from graphshard.core.sizes import format_bytes
+from graphshard.load.progress import byte_bar
 from graphshard.load.reshard import reshard
 from graphshard.load.shard_manifest import MANIFEST_NAME
 from graphshard.load.shard_reader import ShardReader
@@ -36,24 +35,22 @@ def command(out: Output, source: Path, target: Path, world_size: int | None, to_
     if (world_size is None) is not to_checkpoint:
         raise click.UsageError("give --world-size for shard files, or --to-checkpoint for a plain checkpoint")
     begin = time.perf_counter()
-    with _progress() as progress:
-        task = progress.add_task("reshard")
-        with ShardReader(source, lambda count: progress.advance(task, count)) as reader:
-            progress.update(task, total=reader.num_bytes)
-            if world_size is None:
-                files = {target: unshard(reader, target)}
-            else:
-                result = reshard(reader, target, world_size)
-                names = [*(result.file_name(rank) for rank in range(world_size)), MANIFEST_NAME]
-                files = {target / name: (target / name).stat().st_size for name in names}
-            found: dict[str, Any] = {
-                "world_size": world_size,
-                "from_world_size": reader.manifest.world_size,
-                "epoch": reader.manifest.epoch,
-                "bytes_read": reader.num_bytes_read,
-                "bytes_written": sum(files.values()),
-                "seconds": time.perf_counter() - begin,
-            }
+    with byte_bar() as bar, ShardReader(source, bar.step) as reader:
+        bar.begin("resharding", reader.num_bytes)
+        if world_size is None:
+            files = {target: unshard(reader, target)}
+        else:
+            result = reshard(reader, target, world_size)
+            names = [*(result.file_name(rank) for rank in range(world_size)), MANIFEST_NAME]
+            files = {target / name: (target / name).stat().st_size for name in names}
+        found: dict[str, Any] = {
+            "world_size": world_size,
+            "from_world_size": reader.manifest.world_size,
+            "epoch": reader.manifest.epoch,
+            "bytes_read": reader.num_bytes_read,
+            "bytes_written": sum(files.values()),
+            "seconds": time.perf_counter() - begin,
+        }
     what = "a checkpoint" if world_size is None else f"shard files for {world_size} ranks"
     read, written = format_bytes(found["bytes_read"]), format_bytes(found["bytes_written"])
     rate = found["bytes_read"] / found["seconds"] / 1e9
@@ -62,10 +59,3 @@ def command(out: Output, source: Path, target: Path, world_size: int | None, to_
         f"{read} read and verified in {found['seconds']:.1f} s ({rate:.2f} GB/s)"
     )
     out.emit([{"file": str(file), "num_bytes": num_bytes} for file, num_bytes in files.items()], **found)
-
-
-def _progress() -> Progress:
-    """A bar on standard error, where that is a terminal."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
-    return Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal, transient=True)

@@ -23,6 +23,7 @@ COMMAND_LINES = [
     ["trace"],
     ["plan"],
     ["calibrate"],
+    ["reshard"],
     ["doctor"],
     *(["bench", name] for name in ("gather", "dispatch", "compile", "step")),
 ]
