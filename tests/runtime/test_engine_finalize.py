@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import time
 from collections.abc import Callable
 from typing import Any
@@ -87,6 +89,52 @@ def own_loop_rank(group: Group) -> bool:
                 step.after_layer(i)
         group.barrier()
     return torch.equal(x, y)
+
+
+def checked_rank(group: Group) -> bool:
+    prepared = loaded(group)
+    whole = server_model(PARTS, WIDTH, "cpu")
+    whole.load_state_dict(checkpoint_of(whole))
+    x = torch.ones(2, WIDTH)
+    with torch.no_grad(), prepared.finalize(check=True, **PLAN):
+        found = prepared.module(x)
+        group.barrier()
+        return torch.equal(found, whole(x))
+
+
+def test_reads_outside_layers_are_watched_if_asked_for() -> None:
+    assert run_on_ranks(checked_rank, 2) == [True, True]
+
+
+class Shapes(nn.Module):
+    """A weight of three dimensions, one of a single row, and one with two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Parameter(torch.empty(7, 3, 2), requires_grad=False)
+        self.row = nn.Parameter(torch.empty(1, 5), requires_grad=False)
+        self.one = ServerLinear(4, 4)
+        self.two = ServerLinear(4, 4)
+        self.two.weight = self.one.weight
+
+
+def shapes_rank(group: Group) -> list[bool]:
+    with torch.device("meta"):
+        module = nn.Sequential(Shapes(), Shapes())
+    prepared = graphshard.prepare(module, group, layers="", min_shard_bytes=0)
+    generator = torch.Generator().manual_seed(2)
+    tensors = {name: torch.randn(p.shape, generator=generator).to(p.dtype) for name, p in module.named_parameters()}
+    for index, (name, tensor) in enumerate(tensors.items()):
+        prepared.load(name.replace("one", "two") if index % 2 else name, tensor)
+    shared = all(layer.one.weight is layer.two.weight for layer in module)  # type: ignore[union-attr]
+    with prepared.finalize(**PLAN) as attached:
+        whole = [torch.equal(attached.whole_weight(name), tensor) for name, tensor in tensors.items()]
+        group.barrier()
+    return [shared, *whole]
+
+
+def test_weights_of_other_shapes_and_with_two_names() -> None:
+    assert run_on_ranks(shapes_rank, 3) == [[True] * 7] * 3
 
 
 def test_a_loop_of_ones_own_over_a_finalized_module() -> None:
@@ -221,6 +269,42 @@ def test_ranks_that_process_unlike_are_told_the_weight() -> None:
         assert re.search(r"rank 0 has layers\.0\.qkv\.weight bfloat16\[21, 8\], rank 2 has .*float32", outcome.error)
 
 
+def unlike_rank(group: Group, name: str, seed: int) -> None:
+    prepared = prepare_server(server_model(PARTS, WIDTH), group, PARTS)
+    like, unlike = (checkpoint_of(server_model(PARTS, WIDTH, "cpu"), i) for i in (0, 1))
+    if group.rank == 1:
+        like[name] = unlike[name]
+    load_all(prepared, like, PARTS)
+    prepared.finalize(**PLAN).close()
+
+
+def test_tensors_that_differ_between_ranks_are_not_sharded() -> None:
+    for outcome in try_on_ranks(unlike_rank, 3, "layers.0.qkv.weight", 1):
+        assert outcome.error_type == "SpecError"
+        assert re.search(r"qkv\.weight, '.': ranks were given unlike tensors, .* exclude=\['layers\.0", outcome.error)
+    assert all(not outcome.error for outcome in try_on_ranks(unlike_rank, 2, "embed.weight", 1)), "that stays whole"
+
+
+def experts_rank(group: Group) -> int:
+    """Each rank has experts of its own, whose processing makes scales of their own."""
+    model = server_model(PARTS, WIDTH)
+    for layer in model.layers:
+        layer.experts = ServerLinear(6, WIDTH)  # type: ignore[assignment]
+    prepared = prepare_server(model, group, PARTS, exclude=["*.experts.*"])
+    load_all(prepared, checkpoint_of(server_model(PARTS, WIDTH, "cpu")), PARTS)
+    for index, layer in enumerate(model.layers):
+        prepared.load(f"layers.{index}.experts.weight", torch.full((6, WIDTH), group.rank, dtype=torch.bfloat16))
+        scale = torch.full((6,), float(group.rank))
+        layer.experts.weight_scale = nn.Parameter(scale, requires_grad=False)  # type: ignore[union-attr]
+    with prepared.finalize(**PLAN):
+        group.barrier()
+        return int(model.layers[0].experts.weight.max() + model.layers[1].experts.weight_scale.max())  # type: ignore[union-attr, operator, arg-type]
+
+
+def test_what_ranks_have_unlike_is_excluded_and_stays_theirs() -> None:
+    assert run_on_ranks(experts_rank, 3) == [0, 2, 4]
+
+
 def test_a_follow_pattern_that_nothing_matches_is_refused() -> None:
     prepared = loaded(LocalGroup(1)[0], follow={"*.weight_scale": 1})
     with pytest.raises(SpecError, match=r"follow: pattern '\*\.weight_scale' matches no parameter"):
@@ -305,6 +389,33 @@ def broken_rank(group: Group, at: str) -> None:
 
         row.standing = stands  # type: ignore[method-assign]
     prepared.finalize(**PLAN)
+
+
+def leaving_rank(group: Group, how: str) -> None:
+    prepared = loaded(group)
+    if group.rank == 1 and how == "raises":
+        raise ValueError("out of patience (a test)")
+    if group.rank == 1:
+        standing, stops = prepared._rows["layers.1.qkv.weight"].standing, iter([False, True])
+
+        def stands() -> Tensor:
+            if next(stops, False):
+                os.kill(os.getpid(), signal.SIGKILL)
+            return standing()
+
+        prepared._rows["layers.1.qkv.weight"].standing = stands  # type: ignore[method-assign]
+    prepared.finalize(**PLAN)
+
+
+@pytest.mark.parametrize(
+    ("how", "mode"), [("raises", "threads"), pytest.param("is killed", "processes", marks=pytest.mark.slow)]
+)
+def test_a_rank_that_goes_away_ends_finalize_on_all_others_by_name(how: str, mode: str) -> None:
+    started = time.monotonic()
+    outcomes = try_on_ranks(leaving_rank, 3, how, mode=mode, timeout_s=120.0)
+    assert time.monotonic() - started < 90, "bounded by its end, not by a timeout"
+    for outcome in (outcomes[0], outcomes[2]):
+        assert outcome.error_type == "CommError" and "rank 1" in outcome.error, outcome
 
 
 def test_a_failure_after_rows_were_given_up_says_so_on_all_ranks() -> None:

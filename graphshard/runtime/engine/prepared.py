@@ -35,7 +35,13 @@ from graphshard.runtime.engine.filler import RowFiller
 from graphshard.runtime.engine.ledger import Ledger
 from graphshard.runtime.engine.materialise import materialise, refuse_lost_buffers
 from graphshard.runtime.engine.rows import RowSlice
-from graphshard.runtime.engine.standing import Standing, refuse_differing, refuse_unlike, standing_of
+from graphshard.runtime.engine.standing import (
+    Standing,
+    refuse_differing,
+    refuse_unlike,
+    refuse_unlike_loads,
+    standing_of,
+)
 from graphshard.runtime.engine.stock import RowRules, Stock, take_stock
 from graphshard.runtime.planning import Hardware, PlanChoice, PlanRequest, compile_request, limits_of
 from graphshard.runtime.runtime import Runtime
@@ -145,6 +151,7 @@ class Prepared:
         request = PlanRequest(plan, {**defaults, **choices}, hardware, defaults={"units": "layer"})
         with agree_on_device(self.group, self._device) as agreed, torch.inference_mode(False):
             standing = self.group.agree("finalize", self._look)
+            refuse_unlike_loads(self.group, standing.rows)
             refuse_differing(self.group, standing.new)
             refuse_unlike(self.group, "finalize", standing.text())
             model = standing.spec.model

@@ -20,6 +20,7 @@ from graphshard.runtime.device_bytes import device_bytes
 from graphshard.runtime.engine.cut import ShardId
 from graphshard.runtime.engine.parts import WHOLE, Parts
 from graphshard.runtime.engine.stock import RowSpec
+from graphshard.runtime.weights.replicated import bytes_hash
 
 
 class RowSlice:
@@ -47,6 +48,12 @@ class RowSlice:
         self._lock = threading.Lock()
         self._storage: weakref.ref[torch.UntypedStorage] | None = None
         self.released_bytes = 0
+        self._prints: dict[str, str] = {}
+
+    @property
+    def prints(self) -> dict[str, str]:
+        """A hash of a sample of each tensor that was loaded, by part: tells unlike tensors apart, reading little."""
+        return dict(self._prints)
 
     @property
     def num_rows(self) -> int:
@@ -78,15 +85,17 @@ class RowSlice:
         """
         with self._lock:
             begin, end = self.parts.check(tensor, shard_id)
+            tensor = tensor.detach().resolve_conj().resolve_neg()
             if self._is_replaced:
                 raise ProgramError(f"weight {self.spec.name} {self._now()} before all of it was loaded: {_LOAD_FIRST}")
             if self._rows is None:
                 self._rows = self._reserve()
             first, last = max(begin, self.begin), min(end, self.end)
             if first < last:
-                source = tensor.detach()[first - begin : last - begin]
+                source = tensor[first - begin : last - begin]
                 _as_bits(self._rows[first - self.begin : last - self.begin]).copy_(_as_bits(source))
             self.parts.done(shard_id)
+            self._prints["whole" if shard_id is WHOLE else repr(shard_id)] = _sample_hash(tensor)
             if not self.parts.missing:
                 self._given.data = self._rows
                 self._rows = None
@@ -158,4 +167,15 @@ def _as_bits(tensor: Tensor) -> Tensor:
     return tensor.view(_BITS.get(tensor.element_size(), tensor.dtype))
 
 
+def _sample_hash(tensor: Tensor) -> str:
+    """Of at most 16 x 16 elements, evenly spaced."""
+    if not tensor.numel():
+        return ""
+    rows = tensor[:: -(-tensor.shape[0] // _SAMPLE)]
+    rows = rows.reshape(rows.shape[0], -1)
+    sample = _as_bits(rows[:, :: -(-rows.shape[1] // _SAMPLE)]).contiguous().cpu()
+    return bytes_hash(sample.view(-1).view(torch.uint8).numpy().data)
+
+
+_SAMPLE = 16
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

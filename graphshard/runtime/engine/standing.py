@@ -71,7 +71,7 @@ def standing_of(
                 f"its rows, or keep it whole with exclude=[{name!r}]"
             )
     _refuse_idle(spec, every, rules)
-    return Standing(spec, every, dict(_new_tensors(module, every, before)))
+    return Standing(spec, every, dict(_new_tensors(module, stack, every, before, rules)))
 
 
 def refuse_unlike(group: Group, what: str, lines: Sequence[str]) -> None:
@@ -91,6 +91,23 @@ def refuse_unlike(group: Group, what: str, lines: Sequence[str]) -> None:
                 )
 
 
+def refuse_unlike_loads(group: Group, rows: Mapping[str, RowSlice]) -> None:
+    """Only what is replicated is sharded: each rank was given the same tensors, as far as samples tell (collective).
+
+    Raises:
+        SpecError: on every rank, naming the first weight and part that differ.
+    """
+    mine = {f"{name}, {part}": print_ for name, row in rows.items() for part, print_ in row.prints.items()}
+    told: list[Any] = [value for value, _ in group.all_gather(mine, name="loaded tensors")]
+    for what in dict.fromkeys(what for theirs in told for what in theirs):
+        if len({theirs.get(what) for theirs in told}) > 1:
+            name = what.rpartition(", ")[0]
+            raise SpecError(
+                f"weight {what}: ranks were given unlike tensors, so it is not replicated, and rows of unlike weights "
+                f"make none. Load the same on all ranks, by the same parts, or keep it whole with exclude=[{name!r}]"
+            )
+
+
 def refuse_differing(group: Group, new: Mapping[str, Tensor]) -> None:
     """What processing made beside rows is equal on all ranks, or is itself rows (collective).
 
@@ -104,8 +121,9 @@ def refuse_differing(group: Group, new: Mapping[str, Tensor]) -> None:
             raise SpecError(
                 f"{name} was made by post-load processing and differs between ranks. If it has a row for each (or "
                 f"for each 128) of the weight beside it, make it a parameter and say follow={{{name!r}: 1}}; "
-                "one scale for a whole weight is made from combined_amax(); and fuse by loading parts of a merged "
-                "weight (blocks=), since the rows of three weights are not the rows of their concatenation"
+                "one scale for a whole weight is made from combined_amax(); fuse by loading parts of a merged weight "
+                "(blocks=), since the rows of three weights are not the rows of their concatenation; and what ranks "
+                "are to have unlike, such as experts, is excluded by exclude="
             )
 
 
@@ -149,13 +167,17 @@ def _refuse_idle(spec: ModuleSpec, rows: Mapping[str, RowSlice], rules: RowRules
 
 
 def _new_tensors(
-    module: nn.Module, rows: Mapping[str, RowSlice], before: Mapping[str, object]
+    module: nn.Module,
+    stack: LayerStack,
+    rows: Mapping[str, RowSlice],
+    before: Mapping[str, object],
+    rules: RowRules,
 ) -> Iterator[tuple[str, Tensor]]:
-    """What stands now and did not before, in modules that hold rows or anywhere as a parameter."""
+    """What is new inside the layers, buffers only beside rows. What is excluded may differ: experts, say."""
+    layers = tuple(f"{name}." if name else "" for names in stack.names for name in names)
     homes = {name.rpartition(".")[0] for name in rows}
-    for name, parameter in module.named_parameters():
-        if name not in rows and before.get(name) is not parameter:
-            yield name, parameter
-    for name, buffer in module.named_buffers():
-        if before.get(name) is not buffer and name.rpartition(".")[0] in homes:
-            yield name, buffer
+    buffers = ((name, buffer) for name, buffer in module.named_buffers() if name.rpartition(".")[0] in homes)
+    for name, tensor in (*module.named_parameters(), *buffers):
+        is_new = name not in before and name not in rows and name.startswith(layers)
+        if is_new and not any(fnmatchcase(name, pattern) for pattern in rules.exclude):
+            yield name, tensor
