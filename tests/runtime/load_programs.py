@@ -45,7 +45,9 @@ def load_beside(signs: str, folder: str, how: str, limit_s: float) -> dict[str, 
             else:
                 signal.pause()
 
-    with init_group(limit_s) as group:
+    with init_group(60.0) as group:
+        group.barrier("all are here")
+        group.timeout_s = limit_s
         try:
             loaded = load(group, compiled_of(MODEL.spec(), 3), store, on_load=on_load)
         except GraphshardError as error:
