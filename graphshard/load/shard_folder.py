@@ -15,6 +15,8 @@ from graphshard.load.atomic_file import PART_SUFFIX, AtomicFile, cannot_write
 from graphshard.load.checkpoint import INDEX_NAME, SINGLE_NAME
 from graphshard.load.shard_manifest import MANIFEST_NAME, ShardManifest, read_manifest
 
+_CHECKPOINT_NAMES = (INDEX_NAME, SINGLE_NAME)
+
 _OURS = re.compile(
     rf"shard-\d{{5}}-of-\d{{5}}\.[0-9a-f]{{16}}\.safetensors(\.[0-9a-f]{{8}}{re.escape(PART_SUFFIX)})?"
     rf"|{re.escape(MANIFEST_NAME)}\.[0-9a-f]{{8}}{re.escape(PART_SUFFIX)}"
@@ -27,6 +29,29 @@ class ShardFolder:
 
     path: Path
     manifest: ShardManifest
+
+
+def find_shards(path: Path) -> ShardFolder | None:
+    """The shard files that `path`, a folder or a manifest, means; None if it means something else.
+
+    Raises:
+        LoadError: the manifest is damaged or missing beside shard files, a checkpoint lies beside it, or `path` is one
+            rank's file.
+    """
+    if _OURS.fullmatch(path.name) and path.is_file():
+        raise LoadError(f"{path} is the shard file of one rank: give its folder, {path.parent}, as the checkpoint")
+    if path.name == MANIFEST_NAME:
+        return ShardFolder(path.parent, read_manifest(path.parent)) if path.is_file() else None
+    beside = [name for name in _CHECKPOINT_NAMES if (path / name).is_file()]
+    if not (path / MANIFEST_NAME).is_file():
+        if beside or not path.is_dir() or not any(_OURS.fullmatch(one.name) for one in path.iterdir()):
+            return None
+    elif beside:
+        raise LoadError(
+            f"{path} holds shard files and a checkpoint: give {path / MANIFEST_NAME} or {path / beside[0]}, whichever "
+            "is meant"
+        )
+    return ShardFolder(path, read_manifest(path))
 
 
 def open_folder(folder: Path) -> None:
@@ -44,7 +69,7 @@ def open_folder(folder: Path) -> None:
         ) from None
     except OSError as error:
         raise cannot_write(folder, error) from None
-    found = [name for name in (INDEX_NAME, SINGLE_NAME) if (folder / name).exists()]
+    found = [name for name in _CHECKPOINT_NAMES if (folder / name).exists()]
     if found:
         raise SpecError(
             f"shard files cannot be saved to {folder}: {found[0]} lies there, and whoever loads this folder could not "
@@ -78,7 +103,7 @@ def remove_strays(folder: Path, rank: int | None = None) -> list[str]:
         named = set()
     own = "" if rank is None else f"shard-{rank:05d}-of-"
     left = []
-    for path in folder.iterdir():
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         if _OURS.fullmatch(path.name) and path.name.startswith(own) and path.name not in named:
             try:
                 path.unlink(missing_ok=True)

@@ -132,11 +132,6 @@ class ShardManifest:
         }
 
 
-def is_shard_folder(path: Path) -> bool:
-    """Whether `path` is a folder with a manifest of shard files, or that manifest itself."""
-    return path.is_file() if path.name == MANIFEST_NAME else (path / MANIFEST_NAME).is_file()
-
-
 def read_manifest(folder: Path) -> ShardManifest:
     """The manifest in `folder`.
 

@@ -19,8 +19,8 @@ from graphshard.core.layout import chunk_pieces
 from graphshard.load.atomic_file import AtomicFile
 from graphshard.load.safetensors_file import SafetensorsFile
 from graphshard.load.shard_file import DATA_ALIGNMENT_BYTES, ShardFile
-from graphshard.load.shard_folder import open_folder, remove_strays
-from graphshard.load.shard_manifest import MANIFEST_NAME, ShardManifest, is_shard_folder, read_manifest
+from graphshard.load.shard_folder import ShardFolder, find_shards, open_folder, remove_strays
+from graphshard.load.shard_manifest import MANIFEST_NAME, ShardManifest, read_manifest
 from graphshard.load.shard_reader import ShardReader
 from graphshard.load.writer import write_safetensors
 
@@ -74,11 +74,31 @@ def test_a_file_is_two_tensors_of_bytes_that_other_tools_read(tmp_path: Path) ->
 def test_the_manifest_is_a_round_trip_and_its_digest_covers_all(tmp_path: Path) -> None:
     manifest = save_folder(tmp_path, MODEL, 2)
     assert read_manifest(tmp_path) == manifest
-    assert is_shard_folder(tmp_path) and not is_shard_folder(tmp_path / "elsewhere")
     others = [save_folder(tmp_path / "e", MODEL, 2, epoch=2), save_folder(tmp_path / "v", MODEL, 2, version=1)]
     others.append(save_folder(tmp_path / "u", MODEL, 2, alignment_bytes=512))
     assert len({one.digest for one in (manifest, *others)}) == 4
     assert len({one.file_name(0) for one in (manifest, *others)}) == 4
+
+
+def test_what_a_path_means(tmp_path: Path) -> None:
+    """Shard files, by folder or manifest; something else; or an error where a guess could be wrong."""
+    manifest = save_folder(tmp_path / "s", MODEL, 1)
+    for path in (tmp_path / "s", tmp_path / "s" / MANIFEST_NAME):
+        assert find_shards(path) == ShardFolder(tmp_path / "s", manifest)
+    (tmp_path / "model").mkdir()
+    write_safetensors(tmp_path / "model" / "model.safetensors", (), ())
+    for other in ("model", "model/model.safetensors", "none", f"none/{MANIFEST_NAME}", "."):
+        assert find_shards(tmp_path / other) is None
+    with pytest.raises(LoadError, match=rf"the shard file of one rank: give its folder, {tmp_path / 's'},"):
+        find_shards(tmp_path / "s" / manifest.file_name(0))
+    os.link(tmp_path / "model" / "model.safetensors", tmp_path / "s" / "model.safetensors")
+    with pytest.raises(LoadError, match=rf"give {tmp_path / 's' / MANIFEST_NAME} or .*model.safetensors, whichever"):
+        find_shards(tmp_path / "s")
+    assert find_shards(tmp_path / "s" / MANIFEST_NAME) == ShardFolder(tmp_path / "s", manifest)
+    (tmp_path / "s" / "model.safetensors").unlink()
+    (tmp_path / "s" / MANIFEST_NAME).unlink()
+    with pytest.raises(LoadError, match=r"there is no shards.json, which is written last"):
+        find_shards(tmp_path / "s")
 
 
 # --- manifests that are refused ---

@@ -86,7 +86,7 @@ HARMS: dict[str, tuple[Callable[[Path, Path], object], str]] = {
     "another epoch": (lambda first, second: foreign(second, epoch=4), "epoch 4 instead of 2"),
     "another save": (lambda first, second: foreign(second, epoch=2, version=1), "a file of another save"),
     "another layout": (lambda first, second: foreign(second, epoch=2, units="weight"), "layout "),
-    "no manifest": (lambda first, second: (first.parent / MANIFEST_NAME).unlink(), "no checkpoint in"),
+    "no manifest": (lambda first, second: (first.parent / MANIFEST_NAME).unlink(), "which is written last"),
     "half a manifest": (lambda first, second: os.truncate(first.parent / MANIFEST_NAME, 900), "is damaged"),
 }
 
@@ -99,7 +99,7 @@ def test_a_folder_that_is_not_what_was_saved_is_refused(harm: str, saved: Path) 
     act(saved / manifest.file_name(0), saved / manifest.file_name(1))
     error = refusal(saved)
     assert error.startswith("LoadError") and says in error and str(saved) in error, error
-    assert ";" in error  # what to do
+    assert "again" in error  # what to do: copy, load, save
 
 
 # --- models ---

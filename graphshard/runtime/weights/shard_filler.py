@@ -17,8 +17,8 @@ from graphshard.core.layout import UnitLayout, WeightView, chunk_pieces
 from graphshard.core.specs import ModelSpec, WeightSpec
 from graphshard.load.reshard import reshard_command
 from graphshard.load.shard_file import ShardFile
-from graphshard.load.shard_folder import ShardFolder
-from graphshard.load.shard_manifest import MANIFEST_NAME, ShardManifest, is_shard_folder, read_manifest
+from graphshard.load.shard_folder import ShardFolder, find_shards
+from graphshard.load.shard_manifest import ShardManifest
 from graphshard.runtime.compiled import Compiled
 from graphshard.runtime.memory import RuntimeMemory
 from graphshard.runtime.weights.fill import NUM_THREADS, PIECE_BYTES, WINDOW_BYTES
@@ -144,18 +144,17 @@ class _Reading:
 
 
 def _open(checkpoint: object, spec: Callable[[], ModelSpec], world_size: int) -> ShardFolder | None:
-    if not isinstance(checkpoint, str | Path) or not is_shard_folder(Path(checkpoint)):
+    found = find_shards(Path(checkpoint)) if isinstance(checkpoint, str | Path) else None
+    if found is None:
         return None
-    path = Path(checkpoint)
-    path = path.parent if path.name == MANIFEST_NAME else path
-    manifest = read_manifest(path)
+    path, manifest = found.path, found.manifest
     if manifest.world_size != world_size:
         raise LoadError(
             f"the shard files in {path} are for {manifest.world_size} ranks, this group has {world_size}: start as "
             f"many ranks, or make files for {world_size} with: {reshard_command(path, world_size)}"
         )
     _check_model(path, manifest, spec())
-    return ShardFolder(path, manifest)
+    return found
 
 
 def _check_model(path: Path, manifest: ShardManifest, model: ModelSpec) -> None:
