@@ -95,6 +95,11 @@ class RuntimeMemory:
         self._resident_bytes = device_bytes(device, _allocate(device, layout.resident_bytes))
         self._buffer_bytes = device_bytes(device, _allocate(device, buffer_bytes))
 
+    @property
+    def is_staged(self) -> bool:
+        """Whether what is written passes through other memory of the host: see `writing_bytes`."""
+        return any(one.device.type != "cpu" for one in (self._shard_bytes, self._resident_bytes))
+
     def slot(self, slot: int) -> Tensor:
         """The bytes of `slot` (uint8)."""
         place = self.layout.slots[slot]

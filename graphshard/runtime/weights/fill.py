@@ -128,7 +128,7 @@ class _Loading:
             ),
             bytes_read=source.num_bytes_read,
             checkpoint_bytes=source.checkpoint_bytes,
-            temporary_bytes=source.temporary_bytes,
+            temporary_bytes=source.temporary_bytes + (NUM_THREADS * WINDOW_BYTES if self._memory.is_staged else 0),
             seconds=seconds,
         )
 

@@ -49,12 +49,15 @@ class Workers(Generic[Value]):
         count = min(self._num_threads, len(tasks))
         threads = [threading.Thread(target=self._work, name=f"graphshard load {i}", daemon=True) for i in range(count)]
         results: dict[int, Value] = {}
+        looked = time.monotonic()
         try:
             for thread in threads:
                 thread.start()
             while len(results) < len(tasks):
                 self._collect(results, on_done)
-                on_look()
+                if time.monotonic() - looked >= _LOOK_S:
+                    on_look()
+                    looked = time.monotonic()
         finally:
             self._stop.set()
             deadline = time.monotonic() + _GRACE_S
