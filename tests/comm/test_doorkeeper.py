@@ -64,6 +64,25 @@ def test_what_is_not_understood_is_refused_and_the_door_stays_open() -> None:
         keeper.close()
 
 
+def test_after_an_update_the_new_checksums_count_and_an_odd_epoch_lets_nobody_in() -> None:
+    keeper = open_for(new_job_name())
+    page = keeper._room._records[0].page
+    here = {"rank": 1, "digest": "digest", "checksums": [7]}
+    assert ask(keeper.door, "here", here).startswith("rank 0 did not understand")  # it brought no descriptors
+    keeper.renew([[8], [9]])
+    assert "rank 1 loaded other bytes than it must have" in ask(keeper.door, "here", here)
+    here["checksums"] = [9]
+    page.set_epoch(4)
+    assert "rank 1 loaded weights of epoch 2, and rank 0 has epoch 4 by now" in ask(
+        keeper.door, "here", here | {"epoch": 2}
+    )
+    assert ask(keeper.door, "here", here | {"epoch": 4}).startswith("rank 0 did not understand")
+    page.set_epoch(5)
+    for name, value in (("hello", {"rank": 1}), ("here", here)):
+        assert "its weights are of no version since an update did not end (epoch 5)" in ask(keeper.door, name, value)
+    keeper.close()
+
+
 def test_silent_and_half_spoken_clients_keep_nobody_waiting() -> None:
     with no_growth():
         keeper = open_for(new_job_name())

@@ -44,7 +44,7 @@ def faulty_updates(group: Group, faults: list[list[Any]], choices: dict[str, Any
                 assert text == ""
                 now = version
             elif fault[0] in OLD_STAGES:
-                assert (runtime.epoch == epoch and "nothing was written" in text) or "staging failed" in text, text
+                assert runtime.epoch == epoch and "nothing was written" in text, text
             else:
                 assert runtime.epoch == epoch + 1
                 assert all(f"rank {fault[1]}" in refusal for refusal in refusals(runtime))
@@ -94,6 +94,7 @@ def test_a_hundred_random_faults(head: str, transport: str, world_size: int) -> 
     check(random_faults(random.Random(world_size), 100, world_size), world_size, head=head, transport=transport)
 
 
+@pytest.mark.slow
 def test_faults_in_processes() -> None:
     faults = [["stopped", 1], ["writing", 0], [], ["checked", 1]]
     choices = [{"head": "tail", "transport": transport} for transport in ("pull", "nccl")]

@@ -133,7 +133,7 @@ class Updating(Stepping):
         pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
         with self._updating, closing(self._whole_group()) as group:
             attempt = _Attempt(group, self.epoch)
-            with attempt.timed("staging"):
+            with attempt.timed("staging"), self._unwritten(attempt):
                 selection, staging = group.agree(
                     _STAGING, lambda: self._stage(attempt, pairs, only, keep), progress=lambda: attempt.num_taken
                 )
@@ -143,6 +143,16 @@ class Updating(Stepping):
                 self._stop(attempt, may_write)
                 self._write(attempt, staging, is_done)
             return report_of(self.epoch, selection, staging, attempt.seconds)
+
+    @contextmanager
+    def _unwritten(self, attempt: _Attempt) -> Iterator[None]:
+        """Errors of the block say that the old weights stay."""
+        try:
+            yield
+        except GraphshardError as error:
+            is_even = attempt.epoch % 2 == 0
+            stays = f"the weights of epoch {attempt.epoch} stay" if is_even else "the weights stay as they are"
+            raise type(error)(f"{error}; nothing was written: {stays}") from error
 
     def _whole_group(self) -> Group:
         """All ranks, for one update: where it fails the group that the server has is as it was."""
@@ -191,16 +201,12 @@ class Updating(Stepping):
 
     def _stop(self, attempt: _Attempt, may_write: Verdict) -> None:
         """Nothing runs on any rank, or the old weights stay and GraphshardError says why."""
-        with attempt.timed("stopping"):
+        with attempt.timed("stopping"), self._unwritten(attempt):
             failure = self._failure_of(lambda: self._stop_together(attempt))
             verdict = may_write.settle(failure)
-        if verdict is None:
-            return
-        self._control.mine.set_epoch(attempt.epoch)
-        stays = (
-            f"the weights of epoch {attempt.epoch} stay" if attempt.epoch % 2 == 0 else "the weights stay as they are"
-        )
-        raise type(verdict)(f"{verdict}; nothing was written: {stays}") from failure
+            if verdict is not None:
+                self._control.mine.set_epoch(attempt.epoch)
+                raise verdict from failure
 
     def _stop_together(self, attempt: _Attempt) -> None:
         moved = attempt.group.agree("update: stopping", lambda: self._stop_here(attempt))
