@@ -16,6 +16,7 @@ from graphshard.load.shard_file import ShardFileWriter
 from graphshard.load.shard_folder import commit_manifest, open_folder, remove_strays
 from graphshard.load.shard_manifest import ShardManifest, read_manifest
 from graphshard.runtime.compute import refuse_inside_segment
+from graphshard.runtime.loop import StepObserver
 from graphshard.runtime.memory import RuntimeMemory
 from graphshard.runtime.stepping import Stepping
 
@@ -30,6 +31,7 @@ class Saving(Stepping):
     """The base of `Runtime` that writes its weights to disk."""
 
     group: Group
+    observer: StepObserver | None
 
     def save_shards(self, folder: str | Path) -> ShardManifest:
         """Write this rank's chunks and resident weights to `folder`, for `compile(checkpoint=folder)`. Collective.
@@ -42,7 +44,8 @@ class Saving(Stepping):
         Capture: no.
 
         Raises:
-            SpecError: a checkpoint or a file lies at `folder`, or ranks were given different folders.
+            SpecError: a checkpoint or a file lies at `folder`, ranks were given different folders, or this is the
+                runtime of an attached module.
             DeviceError: a file cannot be written: the disk is full, say.
             CommError: a rank is missing or came back, or ranks have unlike resident weights or epochs.
             ProgramError: a step of this thread is open, or the runtime is closed.
@@ -50,6 +53,11 @@ class Saving(Stepping):
         refuse_inside_segment("save_shards")
         with self.turn.lock:
             self.check_weights()
+            if self.observer is not None:
+                raise SpecError(
+                    "save_shards: this runtime belongs to an attached module, which keeps weights of its own beside, "
+                    "and nothing would load the files; save the module's state_dict() instead"
+                )
             self.turn.wait_until_free()
             bare = ShardManifest.of(self.model, self.plan, self._control.mine.epoch)
             return _save(self.group, bare, self._memory, Path(folder))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,21 @@ def test_any_sizes_in_pieces_of_any_size(
         patch.setattr(shard_reader, "PIECE_BYTES", piece)
         resharded(folder / "source", folder / "target", end)
     assert content(folder / "target") == content(folder / "direct")
+
+
+def test_memory_does_not_grow_with_the_weights(tmp_path: Path) -> None:
+    weights = (WeightSpec("0.w", (24 << 20,), "uint8"), WeightSpec("embed", (11 << 20,), "uint8"))
+    segments = (SegmentSpec("embed", None, ("embed",)), SegmentSpec("s", 0, ("0.w",)))
+    save_folder(tmp_path / "s", ModelSpec("large", weights, segments), 2)
+    tracemalloc.start()
+    try:
+        resharded(tmp_path / "s", tmp_path / "t", 3)
+        with ShardReader(tmp_path / "s", lambda count: None) as reader:
+            unshard(reader, tmp_path / "model.safetensors")
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 1.5 * shard_reader.PIECE_BYTES < 24 << 20
 
 
 @pytest.mark.parametrize("choices", POLICIES, ids=str)

@@ -15,10 +15,11 @@ from byte_steps import compile_bytes
 from ranks import run_on_ranks, try_on_ranks
 from shard_folders import content, save_folder
 from shard_programs import KINDS, LAYERS, KindsModel, load, save, the_error, without_sync
+from small_modules import Stack
 
 import graphshard
 from graphshard.comm.group import Group
-from graphshard.core.errors import CommError, GraphshardError
+from graphshard.core.errors import CommError, GraphshardError, SpecError
 from graphshard.core.specs import ModelSpec, WeightSpec
 from graphshard.load import shard_file, shard_folder
 from graphshard.load.safetensors_file import SafetensorsFile
@@ -240,6 +241,17 @@ def test_places_where_nothing_is_saved(tmp_path: Path) -> None:
 
     error = the_error(try_on_ranks(apart, 2))
     assert error.startswith("SpecError: save_shards: ranks were given different folders") and "rank 0" in error
+
+
+def test_an_attached_module_is_saved_by_its_state_dict(tmp_path: Path) -> None:
+    def program(group: Group) -> None:
+        attached = graphshard.attach(Stack(), group)
+        with pytest.raises(SpecError, match=r"state_dict\(\) instead"):
+            attached.runtime.save_shards(tmp_path / "s")
+        attached.detach()
+
+    run_on_ranks(program, 1)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_resident_weights_that_ranks_do_not_share_are_not_saved(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
