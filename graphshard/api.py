@@ -119,7 +119,8 @@ def attach(
     Raises:
         SpecError: the module cannot be attached: on all ranks, before it is changed. Other errors as in `compile`.
     """
-    limits, device = limits_of(timeout_s, hooks, progress), _attachable(_opened(device, group))
+    settings = limits_of(timeout_s, hooks, progress) | {"check": check, "own_loop": own_loop}
+    device = _attachable(_opened(device, group))
     request = PlanRequest(plan, choices, hardware, defaults={"units": "layer"})
     with agree_on_device(group, device) as agreed:
         return attach_module(
@@ -130,9 +131,7 @@ def attach(
             agreed=agreed,
             layers=layers,
             order=order,
-            check=check,
-            own_loop=own_loop,
-            **limits,
+            **settings,
         )
 
 

@@ -14,6 +14,10 @@ from graphshard.runtime.engine import Prepared
 from graphshard.runtime.weights.quantize import fp8_scale, quantize_fp8
 
 BLOCK = 128
+PARTS, WIDTH = [12, 4, 5], 8
+"""Of small models: the rows of q, k and v."""
+PLAN: dict[str, Any] = {"min_shard_bytes": 0, "units": "layer", "prefetch_depth": 0}
+"""Every weight is sharded, and the plan is the same on every machine."""
 
 
 class ServerLinear(nn.Module):
@@ -112,6 +116,18 @@ def online_fp8(prepared: Prepared, per: str) -> None:
             rows = quantize_fp8(linear.weight.detach(), scale, "float8_e4m3fn")
             linear.weight = nn.Parameter(rows, requires_grad=False)
             linear.weight_scale = nn.Parameter(scale, requires_grad=False)
+
+
+def loaded(group: Group, seed: int = 0, **options: Any) -> Prepared:
+    prepared = prepare_server(server_model(PARTS, WIDTH), group, PARTS, **options)
+    load_all(prepared, checkpoint_of(server_model(PARTS, WIDTH, "cpu"), seed), PARTS)
+    return prepared
+
+
+def qkv(prepared: Prepared) -> ServerLinear:
+    found = prepared.module.get_submodule("layers.0.qkv")
+    assert isinstance(found, ServerLinear)
+    return found
 
 
 def shard_window(runtime: graphshard.Runtime) -> bytes:

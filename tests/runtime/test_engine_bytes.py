@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 
+import engine_programs
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from ranks import run_on_ranks
 from server_modules import (
     BLOCK,
+    PLAN,
     ServerLinear,
     checkpoint_of,
     load_all,
@@ -30,8 +32,6 @@ from graphshard.runtime.engine import filler
 from graphshard.runtime.runtime import Runtime
 from graphshard.runtime.weights.quantize import pack_int4, requantize_ue8m0
 from graphshard.runtime.weights.whole import whole_weight
-
-PLAN = {"min_shard_bytes": 0, "units": "layer", "prefetch_depth": 0}
 
 
 def by_byte_ranges(group: Group, like: Runtime, tensors: dict[str, Tensor], recipes: dict[str, Recipe]) -> Runtime:
@@ -233,20 +233,4 @@ def test_any_bytes_of_any_format_arrive(dtype: str) -> None:
     ],
 )
 def test_both_transports_and_kinds_of_ranks(mode: str, transport: str) -> None:
-    assert run_on_ranks(transported_rank, 2, transport, mode=mode) == [[], []]
-
-
-def transported_rank(group: Group, transport: str) -> list[str]:
-    parts, width = [40, 8, 9], 16
-    model, whole = server_model(parts, width), server_model(parts, width, "cpu")
-    tensors = checkpoint_of(whole)
-    whole.load_state_dict(tensors)
-    x = torch.ones(2, width)
-    with torch.no_grad():
-        expected = whole(x)
-        prepared = prepare_server(model, group, parts)
-        load_all(prepared, tensors, parts)
-        with prepared.finalize(**PLAN, transport=transport):
-            found = model(x)
-            group.barrier()
-    return [] if torch.equal(found, expected) else ["another result"]
+    assert run_on_ranks(engine_programs.transported_rank, 2, transport, mode=mode) == [[], []]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_on_ranks, try_on_ranks
-from server_modules import checkpoint_of, load_all, prepare_server, server_model
+from server_modules import PARTS, WIDTH, checkpoint_of, load_all, prepare_server, server_model
 from small_modules import Stack, random_stack
 from torch import nn
 
@@ -18,7 +18,6 @@ from graphshard.comm.group import Group, LocalGroup
 from graphshard.core.errors import GraphshardError, LoadError, ProgramError, SpecError
 from graphshard.runtime.engine import Prepared
 
-PARTS, WIDTH = [12, 4, 5], 8
 QKV = "layers.0.qkv.weight"
 
 
