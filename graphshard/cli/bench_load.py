@@ -19,7 +19,7 @@ from graphshard.core.errors import DeviceError
 from graphshard.core.sizes import format_bytes
 from graphshard.report.tables import table_of
 
-RUN_TIMEOUT_S = 600.0
+RUN_TIMEOUT_S = 1800.0
 AFTER_FAILURE_S = 10.0
 SPARE_BYTES = 2**30
 """Left over on the disk, and in memory for the ranks themselves."""

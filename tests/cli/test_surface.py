@@ -25,7 +25,7 @@ COMMAND_LINES = [
     ["calibrate"],
     ["reshard"],
     ["doctor"],
-    *(["bench", name] for name in ("gather", "dispatch", "compile", "step")),
+    *(["bench", name] for name in ("gather", "dispatch", "compile", "step", "load")),
 ]
 
 
