@@ -24,12 +24,13 @@ from server_modules import (
     qkv,
     server_model,
 )
+from small_modules import bits
 from torch import Tensor, nn
 
 import graphshard
 from graphshard._core import Memory
 from graphshard.comm.group import Group, LocalGroup
-from graphshard.core.errors import DeviceError, LoadError, SpecError
+from graphshard.core.errors import DeviceError, LoadError, ProgramError, SpecError
 from graphshard.device import open_device
 from graphshard.runtime.engine import filler
 
@@ -82,6 +83,29 @@ def own_loop_rank(group: Group) -> bool:
                 step.after_layer(i)
         group.barrier()
     return torch.equal(x, y)
+
+
+def updated_rank(group: Group) -> list[bool]:
+    """Online FP8, then an update from finished weights, under the same names, in place."""
+    first, second = loaded(group), loaded(LocalGroup(1)[0], seed=1)
+    for prepared in (first, second):
+        online_fp8(prepared, "tensor")
+    with torch.no_grad(), first.finalize(**PLAN) as attached, second.finalize():
+        addresses = {name: p.data_ptr() for name, p in first.module.named_parameters()}
+        finished = second.module.state_dict()
+        attached.runtime.update(finished.items())
+        state = first.module.state_dict()
+        same = all(torch.equal(bits(state[name]), bits(tensor)) for name, tensor in finished.items())
+        stays = addresses == {name: p.data_ptr() for name, p in first.module.named_parameters()}
+        with pytest.raises(ProgramError, match="cannot be loaded: the module was finalized"):
+            qkv(first).weight.weight_loader(None, None)
+        first.module(torch.ones(1, WIDTH))
+        group.barrier()
+    return [same, stays]
+
+
+def test_a_finalized_module_takes_updates_in_place() -> None:
+    assert run_on_ranks(updated_rank, 2) == [[True, True]] * 2
 
 
 def checked_rank(group: Group) -> bool:

@@ -74,8 +74,7 @@ class Prepared:
         self._attached: Attached | None = None
         self._is_over = ""
         self._guards = [layer.register_forward_pre_hook(self._refuse_call) for layer in stack.layers]
-        for name, parameter in self._ledger.loads_by_parts().items():
-            parameter.weight_loader = self._loader_of(name)  # type: ignore[attr-defined]
+        self._give_loaders(self._ledger.loads_by_parts())
 
     @property
     def rows(self) -> Mapping[str, tuple[int, int]]:
@@ -206,6 +205,7 @@ class Prepared:
         for guard in self._guards:
             guard.remove()
         self._is_over = "the module was finalized"
+        self._give_loaders({name: standing.spec.parameters[name] for name in standing.rows})  # processing made new ones
         notes = [self._ledger.text(), *self._memory_notes(runtime)]
         attached = Attached(
             self.module,
@@ -230,13 +230,17 @@ class Prepared:
             lines.append(f"{format_bytes(self.held_bytes)} of rows are still held by somebody: {some_of(held)}")
         return lines
 
-    def _loader_of(self, name: str) -> Callable[..., None]:
-        """What a server's loading code calls; the parameter that it hands over is not looked at."""
+    def _give_loaders(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Set what a server's loading code calls; the parameter that it hands over is not looked at."""
 
-        def weight_loader(param: Tensor, loaded_weight: Tensor, shard_id: ShardId | None = None) -> None:
-            self.load(name, loaded_weight, shard_id)
+        def loader_of(name: str) -> Callable[..., None]:
+            def weight_loader(param: Tensor, loaded_weight: Tensor, shard_id: ShardId | None = None) -> None:
+                self.load(name, loaded_weight, shard_id)
 
-        return weight_loader
+            return weight_loader
+
+        for name, parameter in parameters.items():
+            parameter.weight_loader = loader_of(name)  # type: ignore[attr-defined]
 
     def _refuse_call(self, layer: nn.Module, arguments: object) -> None:
         raise ProgramError(
