@@ -46,7 +46,7 @@ class LoadRequest:
     width: int
     num_layers: int
     num_repeats: int
-    """Of what is timed; 0 measures memory and bytes alone."""
+    """Of what is timed."""
 
     @property
     def model(self) -> SyntheticModel:
@@ -137,6 +137,7 @@ class _Loading:
                 held = runs[run]()
                 samples[f"{run}_s"].append(time.perf_counter() - begin)
                 samples[f"{run}_cpu_s"].append(time.process_time() - cpu)
+                group.barrier("loaded")  # nobody checks or frees while others still load
                 if isinstance(held, RuntimeMemory):
                     self.num_wrong += self._count_wrong(held)
                 del held

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,9 @@ def _load_whole(model: SyntheticModel, state: dict[str, Tensor]) -> nn.Module:
 def _load_mapped(model: SyntheticModel, state: dict[str, Any]) -> nn.Module:
     module = _module(model, "meta")
     shard_layers(module, module.children(), ())
-    set_model_state_dict(module, state, options=StateDictOptions(full_state_dict=True))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch's notes to itself on how it finds the default device
+        set_model_state_dict(module, state, options=StateDictOptions(full_state_dict=True))
     return module
 
 

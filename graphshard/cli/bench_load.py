@@ -179,7 +179,8 @@ def _answer(out: Output, rows: list[Row], ranks: Ranks, why_not: Json, title: st
     for line in too_much:
         out.say(f"MISSED: {line}")
     if not too_much:
-        out.say("memory, bytes and time are within their limits, and every byte is the checkpoint's")
+        judged = "memory and bytes" if ours["x_read"] is None else "memory, bytes and time"
+        out.say(f"{judged} are within their limits, and every byte is the checkpoint's")
     keys = ("chunk_bytes", "slot_bytes", "resident_bytes", "temporary_bytes", "num_threads", "ways")
     facts = {key: ranks[0][key] for key in keys}
     facts |= {"num_wrong": num_wrong, "missed": too_much, "why_not": why_not}
