@@ -73,7 +73,7 @@ class Binding:
         self._late = False
         self._torn: GraphshardError | None = None
         """Why the weights are of no version: an update did not end."""
-        self._updating = threading.Lock()
+        self._updating = threading.RLock()
         """Held by a thread that updates."""
         self._embedding: Embedding | None = None
         self._num_steps = 0

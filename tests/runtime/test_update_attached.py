@@ -160,3 +160,16 @@ def test_tensors_of_a_module_are_accounted_for() -> None:
             with pytest.raises(GraphshardError, match=words):
                 attached.update(wrong)
         assert equal(outputs(module), first)
+
+
+def test_parts_of_a_module_in_inference_mode() -> None:
+    """`only` and `keep` take names inside and outside the layers."""
+    module = random_stack()
+    state, expected = shifted(module, 0.3)
+    first = outputs(module)
+    with torch.inference_mode(), attach(module) as attached:
+        report = attached.update({name: one for name, one in state.items() if "embed" in name}, only="embed.*")
+        assert report.updated == ("embed.weight", "embed.bias")
+        assert torch.equal(module.embed.weight, state["embed.weight"]) and not equal(outputs(module), first)
+        attached.update({name: one for name, one in state.items() if "embed" not in name}, keep="embed.*")
+        assert equal(outputs(module), expected)

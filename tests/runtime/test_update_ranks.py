@@ -278,6 +278,22 @@ def test_a_closed_runtime_says_so_to_all() -> None:
     assert first == second and "update: staging failed on rank 1: this runtime is closed" in first
 
 
+def test_tensors_of_an_update_cannot_begin_another() -> None:
+    def go(group: Group) -> list[Any]:
+        model = ByteModel(LAYERS)
+        runtime, _ = updating(group, model)
+
+        def coming() -> Iterator[tuple[str, Tensor]]:
+            yield from model.tensors(1).items()
+            runtime.update(model.tensors(2))
+
+        with runtime:
+            return [raised(lambda: runtime.update(coming())), version_of(runtime, model, (0, 1, 2))]
+
+    for said, version in run_on_ranks(go, 2):
+        assert "update was called by what gives the tensors of an update" in said and version == 0
+
+
 def test_two_updates_of_one_rank_come_one_after_the_other() -> None:
     """Two threads of one rank, alone."""
 

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -47,6 +48,7 @@ STAGES = ("staging", "staged", "stopping", "stopped", "decided", "writing", "wri
 """What `Hooks.update` is told, in this order: after each tensor; all are staged; no step begins any more; nothing runs
 here; all ranks have stopped; after each piece; all is written; all was gathered and compared."""
 _STAGING = "update: staging"
+_LOOK_S = 0.2
 NUM_OLD_STAGES = 4
 """Until the end of this many stages a failure leaves the old weights; later ones leave none."""
 
@@ -60,9 +62,21 @@ class _Attempt:
     """Before it."""
     num_taken: int = 0
     """Tensors that have come."""
+    looked: float = -math.inf
+    """When peers were last looked at."""
     seconds: dict[str, float] = field(default_factory=dict)
     checksums: ChunkChecksums | None = None
     """Of what was written, on all ranks."""
+
+    def look_at_peers(self) -> None:
+        """CommError if a peer gave up or died, so that nobody stages for nothing; a few times a second."""
+        now = time.monotonic()
+        if now - self.looked < _LOOK_S:
+            return
+        self.looked = now
+        hopeless = self.group.why_hopeless(_STAGING)
+        if hopeless is not None:
+            raise CommError(hopeless)
 
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:
@@ -87,6 +101,7 @@ class Updating(Stepping):
     _admission: Admission
     _compute: ComputeTable
     _graphs: dict[StepShape, StepGraph]
+    _is_updating = False
     _visible: tuple[BufferRow, ...] = ()
     """Where everything was that graphs see, when they were captured."""
 
@@ -131,7 +146,7 @@ class Updating(Stepping):
         refuse_inside_segment("update")
         refuse_fork(self._owner_pid)
         pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
-        with self._updating, closing(self._whole_group()) as group:
+        with self._alone(), closing(self._whole_group()) as group:
             attempt = _Attempt(group, self.epoch)
             with attempt.timed("staging"), self._unwritten(attempt):
                 selection, staging = group.agree(
@@ -143,6 +158,18 @@ class Updating(Stepping):
                 self._stop(attempt, may_write)
                 self._write(attempt, staging, is_done)
             return report_of(self.epoch, selection, staging, attempt.seconds)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """One update at a time; another thread's waits."""
+        with self._updating:
+            if self._is_updating:
+                raise ProgramError("update was called by what gives the tensors of an update: end that one first")
+            self._is_updating = True
+            try:
+                yield
+            finally:
+                self._is_updating = False
 
     @contextmanager
     def _unwritten(self, attempt: _Attempt) -> Iterator[None]:
@@ -187,9 +214,7 @@ class Updating(Stepping):
 
         def on_tensor() -> None:
             attempt.num_taken += 1
-            hopeless = attempt.group.why_hopeless(_STAGING)
-            if hopeless is not None:
-                raise CommError(hopeless)
+            attempt.look_at_peers()
             self.hooks.update("staging")
 
         staging = Staging(specs, self.recipes, self.ignore, selection, places, on_tensor)
