@@ -6,6 +6,7 @@ before it and changes nothing of it. What no manifest names any more is removed 
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,8 +55,8 @@ def find_shards(path: Path) -> ShardFolder | None:
     return ShardFolder(path, read_manifest(path))
 
 
-def open_folder(folder: Path) -> None:
-    """Make `folder` one that shard files may be saved to.
+def open_folder(folder: Path) -> os.stat_result:
+    """Make `folder` one that shard files may be saved to; what the system says it is.
 
     Raises:
         SpecError: it is a file, or a checkpoint lies there: loading the folder would be ambiguous.
@@ -63,18 +64,20 @@ def open_folder(folder: Path) -> None:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        found = [name for name in _CHECKPOINT_NAMES if (folder / name).exists()]
+        stat = folder.stat()
     except (FileExistsError, NotADirectoryError):
         raise SpecError(
             f"shard files cannot be saved to {folder}: there is a file of that name; give a folder"
         ) from None
     except OSError as error:
         raise cannot_write(folder, error) from None
-    found = [name for name in _CHECKPOINT_NAMES if (folder / name).exists()]
     if found:
         raise SpecError(
             f"shard files cannot be saved to {folder}: {found[0]} lies there, and whoever loads this folder could not "
             "tell which is meant; give a folder of its own"
         )
+    return stat
 
 
 def commit_manifest(folder: Path, manifest: ShardManifest) -> None:

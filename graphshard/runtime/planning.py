@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -68,6 +68,7 @@ def compile_request(model: ModelSpec, group: Group, agreed: Agreed, request: Pla
         if saved is not None and not _PLACING & set(choices) and not saved.has_layout(build_layout(model, made)):
             as_saved = {"placed": saved.units, "alignment_bytes": saved.alignment_bytes}
             made = auto_plan(model, group.world_size, device, figures, shapes, choices | as_saved)
+            made = replace(made, reasons=("units placed: as the shard files have them", *made.reasons))
     return compile_plan(model, made)
 
 

@@ -52,24 +52,25 @@ class Saving(Stepping):
         """
         refuse_inside_segment("save_shards")
         with self.turn.lock:
+            self.check_open()
+            self.turn.wait_until_free()
             self.check_weights()
             if self.observer is not None:
                 raise SpecError(
                     "save_shards: this runtime belongs to an attached module, which keeps weights of its own beside, "
                     "and nothing would load the files; save the module's state_dict() instead"
                 )
-            self.turn.wait_until_free()
             bare = ShardManifest.of(self.model, self.plan, self._control.mine.epoch)
             return _save(self.group, bare, self._memory, Path(folder))
 
 
 def _save(group: Group, bare: ShardManifest, memory: RuntimeMemory, folder: Path) -> ShardManifest:
     """Write all, then the manifest: the only moment at which the folder changes for those who load it."""
-    group.agree("save_shards", lambda: open_folder(folder))
-    _check_alike(group, bare, folder)
+    stat = group.agree("save_shards", lambda: open_folder(folder))
+    _check_alike(group, bare, [stat.st_dev, stat.st_ino, str(folder.absolute())])
     with contextlib.ExitStack() as stack:
         stack.callback(remove_strays, folder, group.rank)  # what the manifest does not name when this ends
-        writer = stack.enter_context(group.agree("save_shards", lambda: ShardFileWriter(folder, bare, group.rank)))
+        writer = group.agree("save_shards", lambda: stack.enter_context(ShardFileWriter(folder, bare, group.rank)))
         writing = _Writing(group, writer, memory)
         chunks, resident = group.agree("save_shards", writing.run, progress=writing.progress)
         manifest = _agreed_manifest(group, bare, chunks, resident)
@@ -81,15 +82,10 @@ def _save(group: Group, bare: ShardManifest, memory: RuntimeMemory, folder: Path
     return manifest
 
 
-def _check_alike(group: Group, bare: ShardManifest, folder: Path) -> None:
+def _check_alike(group: Group, bare: ShardManifest, folder: Sequence[int | str]) -> None:
     """SpecError or CommError, on every rank, if ranks were given different folders or have unlike weights."""
-    stat = folder.stat()
-    told: list[Any] = [
-        value
-        for value, _ in group.all_gather(
-            [stat.st_dev, stat.st_ino, str(folder.absolute()), bare.epoch, bare.layout_digest], name="save_shards"
-        )
-    ]
+    mine = [*folder, bare.epoch, bare.layout_digest]
+    told: list[Any] = [value for value, _ in group.all_gather(mine, name="save_shards")]
     if len({(one[0], one[1]) for one in told}) > 1:
         raise SpecError(
             f"save_shards: ranks were given different folders: {by_value([one[2] for one in told])}; give all of them "

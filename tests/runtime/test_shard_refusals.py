@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from byte_model import ByteModel
 from byte_steps import compile_bytes
+from census import no_growth
 from ranks import run_on_ranks, try_on_ranks
 from shard_folders import content, save_folder
 from shard_programs import KINDS, LAYERS, KindsModel, load, save, the_error, without_sync
@@ -195,15 +196,19 @@ def fail_on(
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("stage", ["write", "sync", "end", "ended"])
+@pytest.mark.parametrize("stage", ["__init__", "write", "sync", "end", "ended"])
 def test_a_full_disk_on_any_rank_costs_nothing_that_was_there(
     stage: str, victim: int, saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = content(saved)
     name = "end" if stage == "ended" else stage
     with monkeypatch.context() as patch:
-        fail_on(patch, shard_file.ShardFileWriter, name, lambda writer, *_: writer.rank, victim, stage != "ended")
-        error = saving_fails(saved)
+        if stage == "__init__":
+            fail_on(patch, shard_file.ShardFileWriter, name, lambda _, folder, manifest, rank: rank, victim)
+        else:
+            fail_on(patch, shard_file.ShardFileWriter, name, lambda writer, *_: writer.rank, victim, stage != "ended")
+        with no_growth():
+            error = saving_fails(saved)
     assert error.startswith("DeviceError") and f"rank {victim}" in error and "No space left on device" in error
     assert content(saved) == before
     assert run_on_ranks(load, 2, saved) == [[], []]

@@ -112,6 +112,8 @@ def test_auto_takes_the_units_of_the_files(choices: dict[str, Any], tmp_path: Pa
             with graphshard.compile(KINDS, group, checkpoint=folder, capture_sizes=(), prefetch_depth=1) as runtime:
                 assert wrong_weights(runtime) == []
                 assert not runtime.plan.units or runtime.plan.prefetch_depth == 1  # all else is chosen as ever
+                if runtime.plan.unit_policy == "placed":
+                    assert "as the shard files have them" in runtime.plan.reasons[0]
                 return [unit.weights for unit in runtime.plan.units]
 
         units = [unit.weights for unit in read_manifest(tmp_path / f"{world_size}").units]

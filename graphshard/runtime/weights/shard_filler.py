@@ -59,7 +59,7 @@ class ShardFiller:
 
     def prepare(self, compiled: Compiled, group: Group) -> None:
         """See Filler. Ranks hold the same manifest (`open_shards`), whose checksums cover every byte of every rank."""
-        self._file = group.agree("checkpoint", lambda: self._open(compiled, group.rank))
+        group.agree("checkpoint", lambda: self._open(compiled, group.rank))
 
     def fill(self, compiled: Compiled, group: Group, memory: RuntimeMemory) -> list[int]:
         """See Filler. Other ranks wait for one that is slow, as long as bytes still come; see `Group.agree`."""
@@ -80,7 +80,7 @@ class ShardFiller:
         if self._file is not None:
             self._file.close()
 
-    def _open(self, compiled: Compiled, rank: int) -> ShardFile:
+    def _open(self, compiled: Compiled, rank: int) -> None:
         manifest = self._folder.manifest
         if not manifest.has_layout(compiled.layout):
             raise LoadError(
@@ -89,7 +89,7 @@ class ShardFiller:
                 "is said of units, patterns and alignment: then the files' own units are taken. Or load the checkpoint "
                 "under this plan and save the shards again"
             )
-        return ShardFile(self._folder.path, manifest, rank)
+        self._file = ShardFile(self._folder.path, manifest, rank)
 
 
 class _Reading:
