@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from signs import Signs
 
 from graphshard.comm.group import Group
 from graphshard.load.checkpoint import Checkpoint
+from graphshard.runtime.weights import watch, workers
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -35,6 +37,25 @@ def test_a_rank_that_sleeps_three_limits_in_its_load_does_not_fail_the_others(tm
 
     outcomes = try_on_ranks(rank, world_size, group_timeout_s=limit_s)
     assert [(outcome.value, outcome.error) for outcome in outcomes] == [([], "")] * world_size
+
+
+def test_a_load_to_which_no_byte_comes_ends_with_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "PATIENCE", 1)
+    monkeypatch.setattr(workers, "_GRACE_S", 0.05)
+    folder, over = write_checkpoint(tmp_path, MODEL.spec(), MODEL.tensors()), threading.Event()
+
+    class Hanging(Checkpoint):
+        def read_into(self, name: str, begin: int, out: memoryview) -> None:
+            assert over.wait(60)
+
+    def rank(group: Group) -> None:
+        load(group, compiled_of(MODEL.spec(), 2), (Hanging if group.rank else Checkpoint)(folder))
+
+    outcomes = try_on_ranks(rank, 2, group_timeout_s=1.0)
+    over.set()
+    for outcome in outcomes:
+        assert outcome.error_type == "LoadError", outcome
+        assert outcome.error.startswith("load failed on rank 1: no byte came for 1 s, after 0 of 54704"), outcome.error
 
 
 @pytest.mark.slow  # processes that import torch; test_patience.py kills ones that do not
