@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from graphshard.bench.fsdp2 import shard_layers
 from graphshard.bench.load import LoadRequest, baseline_held
 from graphshard.bench.peak import SampledMemory
-from graphshard.bench.synthetic import DTYPE, SyntheticModel
+from graphshard.bench.synthetic import DTYPE, SMALLEST_WIDTH, SyntheticModel
 from graphshard.comm.group import Group
 from graphshard.runtime.memory import torch_dtype
 
@@ -27,13 +27,15 @@ def measure_fsdp2(group: Group, request: LoadRequest, peer: str) -> dict[str, An
     torch's process group must be there. Bytes read are those of the files that it has touched, in whole pages.
     """
     model, paths = request.model, request.paths
+    load = _load_whole if peer == "fsdp2" else _load_mapped
+    _warm_up(load)
     baseline = baseline_held(group)
     group.barrier("before loading")
     begin, cpu = time.perf_counter(), time.process_time()
     with SampledMemory() as sampled:
         files = [load_file(path) for path in paths]
         state = {_key(name): tensor for file in files for name, tensor in file.items()}
-        module = _load_whole(model, state) if peer == "fsdp2" else _load_mapped(model, state)
+        module = load(model, state)
         seconds, cpu_s = time.perf_counter() - begin, time.process_time() - cpu
         group.barrier("loaded")
     bytes_read = mapped_bytes(paths)
@@ -60,7 +62,13 @@ def mapped_bytes(paths: Sequence[Path]) -> int:
     return total
 
 
-def _load_whole(model: SyntheticModel, state: dict[str, Tensor]) -> nn.Module:
+def _warm_up(load: Callable[[SyntheticModel, dict[str, Any]], nn.Module]) -> None:
+    """Shard a tiny module: what torch imports for its first one is not what is measured."""
+    tiny = SyntheticModel(SMALLEST_WIDTH, 1)
+    load(tiny, {_key(one.name): torch.zeros(one.shape, dtype=torch_dtype(DTYPE)) for one in tiny.tensors()})
+
+
+def _load_whole(model: SyntheticModel, state: dict[str, Any]) -> nn.Module:
     module = _module(model, "cpu")
     module.load_state_dict(state)
     shard_layers(module, module.children(), ())

@@ -45,7 +45,8 @@ in PSS, sampled every 50 ms while the model is compiled, less what they held whe
 was), `bytes_read` (as the loader counts, all ranks), `checkpoint_bytes`, `seconds` (open, account, reserve, fill: from
 a barrier to the slowest rank, the median), `x_read` (over the plain read, the median over turns), `num_wrong`,
 `missed` (targets, a line each), `peers` and `rows` {what, seconds, p10_s, p90_s, n, samples_s, cpu_s (all ranks), GBps,
-bytes_read, peak_bytes, pss_bytes, limit_bytes}, `why_not` (peers that were left out, and why); of one rank:
+bytes_read, peak_bytes, pss_bytes, limit_bytes} (FSDP2 is timed while it is sampled, bytes it reads are pages of the
+files that it touched), `why_not` (peers that were left out, and why); of one rank:
 `chunk_bytes`, `slot_bytes`, `resident_bytes`, `temporary_bytes`, `num_threads`, `ways`."""
 
 
