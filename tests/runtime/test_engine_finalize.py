@@ -85,6 +85,52 @@ def own_loop_rank(group: Group) -> bool:
     return torch.equal(x, y)
 
 
+def chosen_rank(group: Group, prepare: dict[str, Any], finalize: dict[str, Any]) -> list[Any]:
+    """What is kept by rows, what is sharded in the end, and whether every weight has its bytes."""
+    prepared = loaded(group, **prepare)
+    tensors = checkpoint_of(server_model(PARTS, WIDTH, "cpu"))
+    with prepared.finalize(units="layer", **finalize) as attached:
+        right = all(torch.equal(attached.whole_weight(w.name), tensors[w.name]) for w in attached.runtime.model.weights)
+        sharded = [decision.weight for decision in attached.plan.decisions if decision.unit is not None]
+        group.barrier()
+    return [sorted(prepared.rows), sorted(sharded), right]
+
+
+QKVS = [f"layers.{i}.qkv.weight" for i in range(2)]
+OUTS = [f"layers.{i}.out.weight" for i in range(2)]
+SMALL = {"min_shard_bytes": 64 * 1024}
+
+
+@pytest.mark.parametrize(
+    ("prepare", "finalize", "rows", "sharded"),
+    [
+        ({"include": ["*.qkv.weight"]}, {}, QKVS, QKVS),
+        ({"exclude": ["*.out.*", "*.bias", "*.norm.*"]}, {}, QKVS, QKVS),
+        ({"min_shard_bytes": 100}, {}, [*OUTS, *QKVS], [*OUTS, *QKVS]),
+        (SMALL, {}, [], []),
+        # a plan that shards what was loaded whole, and keeps what was loaded by rows
+        (SMALL, {"include": ["*.qkv.weight"]}, [], QKVS),
+        ({"include": ["*.qkv.weight"]}, {"include": ["*.out.weight"]}, QKVS, OUTS),
+    ],
+)
+def test_what_prepare_was_told_holds_for_the_plan_unless_it_is_told_otherwise(
+    prepare: dict[str, Any], finalize: dict[str, Any], rows: list[str], sharded: list[str]
+) -> None:
+    assert run_on_ranks(chosen_rank, 2, prepare, finalize) == [[sorted(rows), sorted(sharded), True]] * 2
+
+
+def whole_unlike_rank(group: Group) -> None:
+    prepared = prepare_server(server_model(PARTS, WIDTH), group, PARTS, **SMALL)
+    load_all(prepared, checkpoint_of(server_model(PARTS, WIDTH, "cpu"), seed=group.rank), PARTS)
+    prepared.finalize(**PLAN)
+
+
+def test_weights_that_were_loaded_whole_are_compared_before_they_are_sharded() -> None:
+    for outcome in try_on_ranks(whole_unlike_rank, 2):
+        assert outcome.error_type == "SpecError"
+        assert re.search(r"is not replicated: its hash is .* exclude=", outcome.error)
+
+
 def updated_rank(group: Group) -> list[bool]:
     """Online FP8, then an update from finished weights, under the same names, in place."""
     first, second = loaded(group), loaded(LocalGroup(1)[0], seed=1)
