@@ -242,7 +242,7 @@ def test_a_rank_that_is_killed_in_a_save_leaves_the_old_folder(tmp_path: Path) -
     run_on_ranks(first, 2)
     before = content(folder)
     with start_processes(die_in_a_save, 2, str(folder), 1) as processes:
-        results = processes.wait(60.0)
+        results = processes.wait(240.0)
     assert "rank 1" in results[0].value and results[1].error == "was killed by SIGKILL"
     after = content(folder)
     assert {name: after.pop(name) for name in before} == before
@@ -268,7 +268,7 @@ def test_a_rank_that_comes_back_loads_the_file_of_its_predecessor(tmp_path: Path
         assert ranks.restart(1).error == "was killed by SIGKILL"
         assert signs.wait_for("ready", [1]) == {1: ranks.pids[1]}
         signs.stop(range(2))
-        results = ranks.wait(60.0)
+        results = ranks.wait(240.0)
     assert [result.error for result in results] == ["", ""]
     assert [result.value["wrong"] for result in results] == [[], []]
     assert results[1].value["is_newcomer"] and results[1].value["units"] == len(LAYERS)
