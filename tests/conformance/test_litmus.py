@@ -5,15 +5,13 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from built import SOURCES, build
 
 import graphshard._core
 
-ROOT = Path(__file__).parents[2]
-SOURCES = ROOT / "csrc" / "tests"
 HOST_LIBRARY = Path(graphshard._core.__file__).parent / "lib" / "libgraphshard_hostcuda.so"
 MACHINE_CANNOT = 3
 LIMIT_S = 300  # the program itself gives each test 120 s
@@ -27,19 +25,8 @@ def litmus_names() -> list[str]:
 
 @pytest.fixture(scope="session")
 def program() -> Path:
-    """The litmus program, built outside the package."""
-    build = ROOT / "build" / "litmus"
-    beside = Path(sys.executable).with_name("cmake")
-    cmake = str(beside) if beside.exists() else shutil.which("cmake")
-    if cmake is None:
-        pytest.skip("no cmake to build the litmus program with")
-    for arguments in (
-        ["-S", SOURCES, "-B", build, f"-DPython_EXECUTABLE={sys.executable}", "-DCMAKE_BUILD_TYPE=Release"],
-        ["--build", build, "--target", "graphshard_litmus", "--parallel", "2"],
-    ):
-        done = subprocess.run([cmake, *map(str, arguments)], capture_output=True, text=True, timeout=LIMIT_S)
-        assert done.returncode == 0, done.stdout + done.stderr
-    return build / "graphshard_litmus"
+    """The litmus program."""
+    return build("graphshard_litmus") / "graphshard_litmus"
 
 
 def run(program: Path, library: str, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import nccl_host_programs
 import pytest
+from built import SOURCES, build
 from ranks import run_on_ranks, start_processes
 
-ROOT = Path(__file__).parents[2]
-SOURCES = ROOT / "csrc" / "tests"
 DRIVER = nccl_host_programs.LIBRARIES / "libgraphshard_hostcuda.so"
 NCCL = nccl_host_programs.LIBRARIES / "libgraphshard_hostnccl.so"
 LIMIT_S = 300  # the program itself gives each test 240 s
@@ -43,19 +41,8 @@ def case_names() -> list[str]:
 
 @pytest.fixture(scope="session")
 def program() -> Path:
-    """The test program, built outside the package."""
-    build = ROOT / "build" / "litmus"
-    beside = Path(sys.executable).with_name("cmake")
-    cmake = str(beside) if beside.exists() else shutil.which("cmake")
-    if cmake is None:
-        pytest.skip("no cmake to build the test program with")
-    for arguments in (
-        ["-S", SOURCES, "-B", build, f"-DPython_EXECUTABLE={sys.executable}", "-DCMAKE_BUILD_TYPE=Release"],
-        ["--build", build, "--target", "graphshard_nccl_tests", "--parallel", "2"],
-    ):
-        done = subprocess.run([cmake, *map(str, arguments)], capture_output=True, text=True, timeout=LIMIT_S)
-        assert done.returncode == 0, done.stdout + done.stderr
-    return build / "nccl" / "graphshard_nccl_tests"
+    """The test program."""
+    return build("graphshard_nccl_tests") / "nccl" / "graphshard_nccl_tests"
 
 
 @pytest.mark.parametrize("name", case_names())
