@@ -142,7 +142,6 @@ def test_gc_is_off_in_the_window_and_then_as_it_was(rig: Rig, is_enabled: bool, 
         pass  # given back
 
 
-@pytest.mark.usefixtures("few_objects")
 def test_finalisers_of_garbage_run_outside_the_window(rig: Rig) -> None:  # C9
     class Old:
         """An old graph in a reference cycle, whose finaliser would make driver calls."""

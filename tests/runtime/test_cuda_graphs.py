@@ -63,7 +63,6 @@ def test_a_closed_step_refuses_and_closing_twice_is_nothing(rig: Rig) -> None:
     assert rig.torch_cuda.log.count("reset") == 1
 
 
-@pytest.mark.usefixtures("few_objects")
 def test_memory_follows_the_graphs_that_live(rig: Rig) -> None:  # D12
     def counts() -> tuple[int, int]:
         rig.synchronize()

@@ -177,7 +177,6 @@ class Old:
         self.graph, self.itself = graph, self
 
 
-@pytest.mark.usefixtures("few_objects")
 @pytest.mark.parametrize("is_enabled", [True, False])
 def test_garbage_is_collected_beside_captures_and_gc_stays_as_it_was(is_enabled: bool, transport: str) -> None:
     """Fault C9: 50 captures, each with an old one in the garbage and a collection at every allocation."""

@@ -277,7 +277,6 @@ def test_failed_captures_leave_nothing_behind(how: str, transport: str) -> None:
             assert wrong_after(runtime, model, runtime.graph(1).replay) == []
 
 
-@pytest.mark.usefixtures("few_objects")
 def test_captured_memory_is_pinned_while_its_graph_lives() -> None:
     """Fault D9: nobody is given a slot, a buffer or an arena block that a graph writes; after `close` all go."""
     model = ByteModel([[33 << 20], [3000]], temporaries=True)  # blocks so large that they are mappings of their own

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
 from byte_model import ByteModel
 from byte_steps import compile_bytes, wrong_after
 from census import no_growth
@@ -80,7 +79,6 @@ def capture_and_destroy(group: Group, transport: str, num_times: int) -> tuple[s
         return after.growth(before) if after is not None and before is not None else "", wrong
 
 
-@pytest.mark.usefixtures("few_objects")
 def test_200_captures_leave_what_one_leaves(transport: str) -> None:
     """Fault D12: descriptors, mappings, what is retired and resident memory."""
     run_on_ranks(capture_and_destroy, 2, transport, 3)
@@ -108,7 +106,6 @@ def keep_many(group: Group, transport: str, num_graphs: int) -> list[Any]:
         return [grown, wrong, len(num_nodes)]
 
 
-@pytest.mark.usefixtures("few_objects")
 def test_35_graphs_hold_no_descriptor_and_no_window(transport: str) -> None:
     """Fault D12: graphs that live cost nodes alone: counts are those of one graph, and fall back."""
     with no_growth():

@@ -107,7 +107,6 @@ def refusal_of(use: Callable[[], Any]) -> str:
 KNOWN = [expected_refusal([name]) for name in ("runtime", "graph", "windows")]
 
 
-@pytest.mark.usefixtures("few_objects")
 def test_dropped_runtimes_leave_nothing_behind() -> None:
     """Fault I7: nobody calls close; references go in any order, and everything goes with the last of them."""
     run_on_ranks(lent_to, 2)

@@ -75,7 +75,6 @@ def drop(run: str, order: Sequence[int]) -> None:
     until(lambda: not any(map(is_mapped, addresses)), "shards, slots and buffers are gone")
 
 
-@pytest.mark.usefixtures("few_objects")
 @pytest.mark.parametrize("run", ["eager", "graph"])
 def test_dropped_runtimes_leave_nothing_behind(run: str) -> None:
     """I7: nobody calls close; runtime, graph and outputs go in any order, and the communicators are aborted.

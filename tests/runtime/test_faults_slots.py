@@ -115,7 +115,6 @@ def test_an_embedding_and_a_head_alone() -> None:
 # --- D3 ---
 
 
-@pytest.mark.usefixtures("few_objects")
 @pytest.mark.parametrize("how", ["eager", "captured"])
 def test_memory_is_kept_until_compute_has_read_it(how: str) -> None:
     """Fault D3: everybody lets go of a runtime while a step reads a slot; nobody else is given its memory."""
@@ -143,7 +142,6 @@ def test_memory_is_kept_until_compute_has_read_it(how: str) -> None:
     assert not is_mapped(addresses["slots"])
 
 
-@pytest.mark.usefixtures("few_objects")
 def test_views_keep_what_they_show() -> None:
     """Fault D3: a caller's view of a buffer or a slot outlives the runtime; the rest goes."""
     model = ByteModel(LAYERS)
@@ -161,17 +159,24 @@ def test_views_keep_what_they_show() -> None:
 
 
 class LateTensors(Mapping[str, Tensor]):
-    """A checkpoint whose first weight comes when the latch is open, and that says when its last one was read."""
+    """A checkpoint that is looked at at once, whose bytes come when the latch is open; it says when all were read."""
 
     def __init__(self, tensors: Mapping[str, Tensor], latch: Callable[[], object], told: Callable[[], None]) -> None:
-        self._tensors, self._latch, self._told, self._num_read = tensors, latch, told, 0
+        self._tensors, self._latch, self._told = tensors, latch, told
+        self._seen: set[str] = set()
+        self._unread = set(tensors)
+        self._lock = threading.Lock()
 
     def __getitem__(self, name: str) -> Tensor:
-        if self._num_read == 0:
-            self._latch()
-        self._num_read += 1
-        if self._num_read == len(self._tensors):
-            self._told()
+        with self._lock:
+            if name not in self._seen:  # for its dtype and shape
+                self._seen.add(name)
+                return self._tensors[name]
+        self._latch()
+        with self._lock:
+            if self._unread == {name}:
+                self._told()
+            self._unread.discard(name)
         return self._tensors[name]
 
     def __iter__(self) -> Iterator[str]:

@@ -69,7 +69,6 @@ def open_and_close(group: Group, num_times: int, transport: str) -> tuple[int, i
     return counts[1], counts[-1]
 
 
-@pytest.mark.usefixtures("few_objects")
 @pytest.mark.parametrize("num_times", [20, pytest.param(1000, marks=pytest.mark.slow)])
 def test_runtimes_opened_again_and_again_hold_nothing(num_times: int, transport: str) -> None:
     """Fault E3: compile, step and close; descriptors, threads and mappings as before."""
