@@ -65,6 +65,42 @@ def test_what_stays_whole_is_loaded_whole_and_merged_ones_by_parts() -> None:
     assert "loaded 6 weights by rows and 6 whole" in report, report
 
 
+def scaled_rank(group: Group, scales: str) -> list[float]:
+    """The scale of each part of a merged weight, however the checkpoint has them."""
+    model = server_model(PARTS, WIDTH)
+    for layer in model.layers:
+        layer.qkv.part_scale = nn.Parameter(torch.empty(3, device="meta"), requires_grad=False)  # type: ignore[union-attr]
+    prepared = prepare_server(
+        model, group, PARTS, exclude=["*_scale"], blocks={"*.part_scale": {"q": 1, "k": 1, "v": 1}, "*.qkv.*": PARTS}
+    )
+    for index in range(2):
+        name = f"layers.{index}.qkv.part_scale"
+        if scales == "merged":
+            prepared.load(name, torch.tensor([1.0, 2.0, 3.0]))
+        else:
+            for number, shard_id in enumerate("qkv"):
+                scale = torch.tensor(number + 1.0)
+                prepared.load(name, scale if scales == "scalars" else scale.reshape(1), shard_id)
+    tensors = checkpoint_of(server_model(PARTS, WIDTH, "cpu"))
+    for name, tensor in tensors.items():
+        prepared.load(name, tensor)
+    with prepared.finalize(min_shard_bytes=0):
+        group.barrier()
+        return [float(scale) for scale in model.layers[1].qkv.part_scale]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("scales", ["merged", "separate", "scalars"])
+def test_scales_of_parts_all_arrive(scales: str) -> None:
+    assert run_on_ranks(scaled_rank, 2, scales) == [[1.0, 2.0, 3.0]] * 2
+
+
+def test_one_scale_for_three_parts_and_three_for_one_are_refused() -> None:
+    prepared, _ = alone(blocks={"embed.weight": [1] * WIDTH})
+    for tensor in (torch.tensor(1.0), torch.ones(1), torch.ones(3)):
+        with pytest.raises(LoadError, match=r"weight table is float32\[8\], the tensor given is float32"):
+            prepared.load("table", tensor)
+
+
 def test_parameters_of_the_meta_device_keep_their_attributes_and_ties() -> None:
     with torch.device("meta"):
         module = Stack(2)

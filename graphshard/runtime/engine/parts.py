@@ -42,14 +42,15 @@ class Parts:
         return bool(self._loaded)
 
     def check(self, tensor: Tensor, shard_id: ShardId | None) -> tuple[int, int]:
-        """The rows of the weight that `tensor` is.
+        """The rows of the weight that `tensor` is. One without dimensions (a scalar scale) may be one number of a row.
 
         Raises:
             LoadError: an unknown part, one that was loaded, another shape or dtype than it has, or no bytes.
         """
         begin, end = self.rows_of(shard_id)
         shape = (end - begin, *self._shape[1:]) if self._shape else ()
-        if tuple(tensor.shape) != shape or dtype_name(tensor) != self._dtype or tensor.device.type == "meta":
+        has_shape = tuple(tensor.shape) == shape or (not tensor.dim() and shape == (1,))
+        if not has_shape or dtype_name(tensor) != self._dtype or tensor.device.type == "meta":
             raise LoadError(
                 f"{self._called(shard_id)} is {self._dtype}{list(shape)}, the tensor given is "
                 f"{dtype_name(tensor)}{list(tensor.shape)} on {tensor.device}: loaders take whole parts and "

@@ -85,7 +85,7 @@ class RowSlice:
         """
         with self._lock:
             begin, end = self.parts.check(tensor, shard_id)
-            tensor = tensor.detach().resolve_conj().resolve_neg()
+            tensor = tensor.detach().resolve_conj().resolve_neg().reshape(end - begin, *self.spec.shape[1:])
             if self._is_replaced:
                 raise ProgramError(f"weight {self.spec.name} {self._now()} before all of it was loaded: {_LOAD_FIRST}")
             if self._rows is None:
