@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -136,3 +137,20 @@ def test_graphs_are_not_captured_again() -> None:
             return [version_seen(runtime, model, graph.replay, (0, 1)), str(min(runtime.programs))]
 
     assert run_on_ranks(go, 2) == [[1, str(StepShape(1))]] * 2
+
+
+def test_shard_files_keep_the_version(tmp_path: Path) -> None:
+    """Saved after an update and loaded again: the new weights, and the epoch goes on from there."""
+
+    def go(group: Group) -> list[int]:
+        model = ByteModel(LAYERS)
+        choices: dict[str, Any] = {"units": "layer", "prefetch_depth": 1}
+        with compile_bytes(group, model, **choices) as runtime:
+            runtime.update(model.tensors(1))
+            runtime.save_shards(tmp_path / "shards")
+        with compile_bytes(group, model, checkpoint=tmp_path / "shards", **choices) as runtime:
+            seen = [runtime.epoch, version_of(runtime, model, (0, 1, 2))]
+            runtime.update(model.tensors(2))
+            return [*seen, runtime.epoch, version_of(runtime, model, (0, 1, 2))]
+
+    assert run_on_ranks(go, 2) == [[2, 1, 4, 2]] * 2

@@ -15,6 +15,7 @@ from torch import Tensor
 from update_programs import LAYERS, Stage, fail, in_a_loop, raised, try_update, updating, version_of, version_seen
 
 from graphshard.comm.group import Group
+from graphshard.core.errors import CommError
 from graphshard.core.specs import StepShape
 from graphshard.runtime.bind import Hooks
 from graphshard.runtime.runtime import Runtime
@@ -276,6 +277,42 @@ def test_a_closed_runtime_says_so_to_all() -> None:
 
     first, second = run_on_ranks(go, 2)
     assert first == second and "update: staging failed on rank 1: this runtime is closed" in first
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_rank_whose_message_is_late_goes_the_way_of_the_others(first: int) -> None:
+    """All are ready, and rank 1 alone does not hear of it. Whoever decides first has decided for both."""
+    meeting = Meeting()
+
+    def go(group: Group) -> list[Any]:
+        model = ByteModel(LAYERS)
+        runtime, stage = updating(group, model)
+        heard = runtime._refuse_moved  # the last message before the decision
+
+        def late(group: Group, moved: list[str]) -> None:
+            heard(group, moved)
+            runtime._refuse_moved = heard  # type: ignore[method-assign]
+            meeting.tell(f"rank {group.rank} has heard")
+            if group.rank == 0 and first == 1:
+                meeting.wait("rank 1 has decided")
+            if group.rank == 1:
+                if first == 0:
+                    meeting.wait("rank 0 writes")
+                raise CommError("the last message did not come")
+
+        runtime._refuse_moved = late  # type: ignore[method-assign]
+        stage.arm("decided", lambda: meeting.tell(f"rank {group.rank} writes"))
+        with runtime:
+            said = try_update(runtime, model.tensors(1))
+            meeting.tell(f"rank {group.rank} has decided")
+            return [said, runtime.epoch, version_of(runtime, model, (0, 1))]
+
+    one, other = run_on_ranks(go, 2)
+    assert one == other
+    if first == 0:
+        assert one == ["", 2, 1]
+    else:
+        assert one[0].startswith("the last message did not come; nothing was written") and one[1:] == [0, 0]
 
 
 def test_tensors_of_an_update_cannot_begin_another() -> None:
