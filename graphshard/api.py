@@ -148,6 +148,7 @@ def prepare(
     blocks: Mapping[str, Blocks] | None = None,
     follow: Mapping[str, int] | None = None,
     device: str | Device = "host",
+    load_timeout_s: float = 3600.0,
 ) -> Prepared:
     """Let a server's own loaders fill `module`, of whose sharded weights no rank ever holds more than its rows.
 
@@ -170,6 +171,7 @@ def prepare(
         follow: by pattern, for parameters that have a row for each so many rows of the matrix by rows beside them: 1
             for scales of channels, 128 for those of blocks. They may come into being by post-load processing.
         device: "host", or an open device.
+        load_timeout_s: the longest that ranks wait for one that still loads; one that has died is not waited for.
 
     Raises:
         SpecError: on all ranks, before the module is changed.
@@ -177,7 +179,8 @@ def prepare(
     named = (dict(blocks or {}), dict(follow or {}))
     rules = RowRules(tuple(include), tuple(exclude), min_shard_bytes, row_multiple, *named)
     device = _attachable(_opened(device, group))
-    return prepare_module(module, group, device, layers=layers, order=order, rules=rules)
+    limits_of(load_timeout_s, None, False)  # refuses what is no time to wait
+    return prepare_module(module, group, device, layers=layers, order=order, rules=rules, load_timeout_s=load_timeout_s)
 
 
 def _opened(device: str | Device, group: Group) -> Device:

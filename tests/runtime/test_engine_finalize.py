@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import threading
 import time
 from typing import Any
 
@@ -305,6 +306,26 @@ def broken_rank(group: Group, at: str) -> None:
 
         row.standing = stands  # type: ignore[method-assign]
     prepared.finalize(**PLAN)
+
+
+def slow_rank(group: Group, limit_s: float) -> float:
+    prepared = prepare_server(server_model(PARTS, WIDTH), group, PARTS, load_timeout_s=limit_s)
+    load_all(prepared, checkpoint_of(server_model(PARTS, WIDTH, "cpu")), PARTS)
+    started = time.monotonic()
+    if group.rank == 1:
+        threading.Event().wait(1.5 * group.timeout_s)  # its storage is slow
+    prepared.finalize(**PLAN).close()
+    return time.monotonic() - started
+
+
+@pytest.mark.slow  # longer than a group's limit
+@pytest.mark.parametrize("limit_s", [60.0, 2.0])
+def test_a_rank_that_loads_for_longer_than_the_groups_limit_is_waited_for(limit_s: float) -> None:
+    outcomes = try_on_ranks(slow_rank, 2, limit_s, group_timeout_s=6.0)
+    if limit_s == 60.0:
+        assert [outcome.error for outcome in outcomes] == ["", ""] and outcomes[0].value > 6.0
+    else:
+        assert re.search(r"waited 2\.0 s in loading .*: rank 1", outcomes[0].error) and outcomes[0].error_type == "CommError"
 
 
 def leaving_rank(group: Group, how: str) -> None:

@@ -62,10 +62,11 @@ class Prepared:
         stack: LayerStack,
         rules: RowRules,
         stock: Stock,
+        load_timeout_s: float,
     ) -> None:
         """Change the module; its ranks agreed on `stock`."""
         self.module, self.group = module, group
-        self._device, self._stack, self._rules = device, stack, rules
+        self._device, self._stack, self._rules, self._load_timeout_s = device, stack, rules, load_timeout_s
         unwritten = materialise(module, [stock.spec.parameters[name] for name in stock.rows])
         self._ledger = Ledger(module, stock, unwritten, group.rank, device)
         self._before = {**dict(module.named_parameters()), **dict(module.named_buffers())}
@@ -119,6 +120,7 @@ class Prepared:
         Raises:
             LoadError: a value is infinite or NaN, or the weight is not all there; on every rank.
         """
+        self._wait_for_loaders()
         return combined_amax(self._row(name), per, shard_id, self.group)
 
     def finalize(
@@ -148,6 +150,7 @@ class Prepared:
         limits = limits_of(timeout_s, hooks, progress)
         defaults = {} if isinstance(plan, Plan) or plan == "replicated" else self._rules.plan_choices()
         request = PlanRequest(plan, {**defaults, **choices}, hardware, defaults={"units": "layer"})
+        self._wait_for_loaders()
         with agree_on_device(self.group, self._device) as agreed, torch.inference_mode(False):
             standing = self.group.agree("finalize", self._look)
             refuse_unlike_loads(self.group, standing.rows)
@@ -180,6 +183,10 @@ class Prepared:
         if found is None:
             raise SpecError(f"weight {name!r} is not kept by rows; those are {some_of(list(self._rows)) or 'none'}")
         return found
+
+    def _wait_for_loaders(self) -> None:
+        """Ranks load apart: one that is slow is waited for, one that is gone is an error at once."""
+        self.group.barrier("loading", timeout_s=self._load_timeout_s)
 
     def _look(self) -> Standing:
         """What stands in the module, if all of it was loaded. Changes nothing."""
@@ -260,6 +267,7 @@ def prepare_module(
     layers: str | None,
     order: Sequence[int] | None,
     rules: RowRules,
+    load_timeout_s: float,
 ) -> Prepared:
     """See `graphshard.prepare` (collective). Nothing is changed until all ranks agree."""
     if isinstance(group, Newcomer):
@@ -270,7 +278,7 @@ def prepare_module(
     stack, stock = group.agree("prepare", lambda: _take_stock(module, layers, order, rules, group.world_size))
     refuse_unlike(group, "prepare", stock.text())
     with torch.inference_mode(False):
-        return group.agree("placeholders", lambda: Prepared(module, group, device, stack, rules, stock))
+        return group.agree("placeholders", lambda: Prepared(module, group, device, stack, rules, stock, load_timeout_s))
 
 
 def _take_stock(
