@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -102,6 +103,32 @@ def test_a_folder_that_is_not_what_was_saved_is_refused(harm: str, saved: Path) 
     error = refusal(saved)
     assert error.startswith("LoadError") and says in error and str(saved) in error, error
     assert "again" in error  # what to do: copy, load, save
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda path: os.utime(path), "was written to since it was opened"),
+        (lambda path: os.replace(path.with_name("copy"), path), "was replaced by another file since it was opened"),
+        (lambda path: os.truncate(path, 5000), "was truncated after it was opened"),
+    ],
+)
+def test_a_file_that_changes_while_it_is_read_is_refused(
+    change: Callable[[Path], None], says: str, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where its bytes are right: what else was read of it may be a mixture."""
+    path = saved / read_manifest(saved).file_name(1)
+    shutil.copy(path, path.with_name("copy"))
+    real, once = shard_file.ShardFile.read_into, [change]
+
+    def read(file: shard_file.ShardFile, area: str, begin: int, out: memoryview) -> None:
+        if file.rank == 1 and once:
+            once.pop()(path)
+        real(file, area, begin, out)
+
+    monkeypatch.setattr(shard_file.ShardFile, "read_into", read)
+    error = refusal(saved)
+    assert error.startswith("LoadError: load failed on rank 1") and says in error and path.name in error
 
 
 # --- models ---

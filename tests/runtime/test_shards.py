@@ -99,6 +99,19 @@ def test_reads_and_writes_of_any_size_bring_the_same_bytes(tmp_path: Path, monke
     assert run_on_ranks(load, 2, tmp_path / "s") == [[], []]
 
 
+def test_the_caller_is_told_how_far_a_load_is(tmp_path: Path) -> None:
+    run_on_ranks(save, 2, tmp_path / "s")
+
+    def program(group: Group) -> list[tuple[int, int]]:
+        told: list[tuple[int, int]] = []
+        load(group, tmp_path / "s", {"on_load": lambda done, total: told.append((done, total))})
+        return told
+
+    for told in run_on_ranks(program, 2):
+        assert told == sorted(told) and len({total for _, total in told}) == 1
+        assert told[-1][0] == told[-1][1] > 0
+
+
 # --- the plan ---
 
 
