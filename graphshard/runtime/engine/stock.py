@@ -9,7 +9,9 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from graphshard.core.counts import some_of
 from graphshard.core.errors import SpecError
+from graphshard.core.specs import WeightSpec
 from graphshard.runtime.attach.layers import LayerStack
 from graphshard.runtime.attach.spec import ModuleSpec, module_spec
 from graphshard.runtime.engine.cut import Blocks, RowCut, ShardId, block_rows, followed_blocks
@@ -141,8 +143,8 @@ def first_match(name: str, patterns: Mapping[str, Value]) -> Value | None:
     return next((value for pattern, value in patterns.items() if fnmatchcase(name, pattern)), None)
 
 
-def _has_rows(weight: object) -> bool:
-    return bool(getattr(weight, "shape", ())) and getattr(weight, "strides", None) is None
+def _has_rows(weight: WeightSpec) -> bool:
+    return bool(weight.shape) and weight.strides is None
 
 
 def _check_patterns(names: Sequence[str], rules: RowRules) -> None:
@@ -155,8 +157,6 @@ def _check_patterns(names: Sequence[str], rules: RowRules) -> None:
     for what, patterns in (("row_multiple", list(multiples)), ("blocks", list(rules.blocks))):
         idle = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
         if idle:
-            raise SpecError(f"{what}: pattern {idle[0]!r} matches none of the {len(names)} parameters: {_some(names)}")
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+            raise SpecError(
+                f"{what}: pattern {idle[0]!r} matches none of the {len(names)} parameters: {some_of(names, 4)}"
+            )
