@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from graphshard.core.counts import counted, some_of, which_ranks
+from graphshard.core.counts import by_value, counted, some_of, which_ranks
 
 
 def test_one_is_singular() -> None:
@@ -13,3 +13,8 @@ def test_one_is_singular() -> None:
 
 def test_long_lists_are_cut() -> None:
     assert some_of(["a", "b"]) == "a, b" and some_of(["a", "b", "c", "d"], 2) == "a, b and 2 more"
+
+
+def test_ranks_that_have_the_same_are_named_together() -> None:
+    assert by_value(["a", "b", "a"]) == "a on ranks 0 2, b on rank 1"
+    assert by_value([4, 4]) == "4 on ranks 0 1" and by_value([]) == ""

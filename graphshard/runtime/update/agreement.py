@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from graphshard.comm.group import Group
-from graphshard.core.counts import some_of, which_ranks
+from graphshard.core.counts import by_value, some_of
 from graphshard.core.errors import CommError
 from graphshard.runtime.update.selection import Selection
 
@@ -39,24 +39,16 @@ def first_difference(told: Sequence[Told]) -> str | None:
     """How ranks differ; None if they do not."""
     epochs = [f"epoch {one.epoch}" for one in told]
     if len(set(epochs)) > 1:
-        return f"ranks have weights of different versions: {_by_value(epochs)}; start all ranks anew"
+        return f"ranks have weights of different versions: {by_value(epochs)}; start all ranks anew"
     chosen = [f"{len(one.updated)} weights ({some_of(list(one.updated), 3)})" for one in told]
     if len({tuple(one.updated) for one in told}) > 1:
-        return f"ranks update different weights: {_by_value(chosen)}; give all ranks the same only and keep"
+        return f"ranks update different weights: {by_value(chosen)}; give all ranks the same only and keep"
     names = sorted({name for one in told for name in one.checksums})
     unlike = [name for name in names if len({one.checksums.get(name) for one in told}) > 1]
     if not unlike:
         return None
     sums = [f"{one.checksums[unlike[0]]:016x}" if unlike[0] in one.checksums else "nothing" for one in told]
     return (
-        f"tensor {unlike[0]} is not the same on all ranks: its checksum is {_by_value(sums)} ({len(unlike)} of "
+        f"tensor {unlike[0]} is not the same on all ranks: its checksum is {by_value(sums)} ({len(unlike)} of "
         f"{len(names)} tensors differ); give all ranks the same bytes"
     )
-
-
-def _by_value(values: Sequence[str]) -> str:
-    """`ab12 on rank 0, cd34 on ranks 1 2`."""
-    ranks: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
-        ranks.setdefault(value, []).append(rank)
-    return ", ".join(f"{value} on {which_ranks(which)}" for value, which in ranks.items())

@@ -5,12 +5,13 @@ Ranks that read the very same files need not; others compare a checksum of each 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from itertools import zip_longest
 from typing import Any
 
 from graphshard.comm.checksums import checksum_of, checksum_of_pieces
 from graphshard.comm.group import Group
+from graphshard.core.counts import by_value
 from graphshard.core.errors import SpecError
 from graphshard.core.specs import ModelSpec, WeightSpec
 from graphshard.runtime.weights.source import WeightSource
@@ -72,14 +73,14 @@ def check_replicated(
         found = [pair[0] if pair else "none" for pair in row]
         if len(set(found)) > 1:
             raise SpecError(
-                f"ranks shard unlike weights: the next is {_by_value(found)}; give all of them the same model"
+                f"ranks shard unlike weights: the next is {by_value(found)}; give all of them the same model"
             )
     unlike = [row for row in rows if len({pair[1] for pair in row}) > 1]
     if unlike:
         name = unlike[0][0][0]
         way = f", or keep it whole with exclude=[{name!r}]" if may_differ else ""
         raise SpecError(
-            f"weight {name} is not replicated: its hash is {_by_value([pair[1][:12] for pair in unlike[0]])} "
+            f"weight {name} is not replicated: its hash is {by_value([pair[1][:12] for pair in unlike[0]])} "
             f"({len(unlike)} of {len(rows)} weights differ); load the same bytes on all ranks{way}"
         )
 
@@ -90,13 +91,3 @@ def _stripes(source: WeightSource, spec: WeightSpec) -> Iterator[memoryview]:
         stripe = buffer[: min(_STRIPE_BYTES, spec.num_bytes - begin)]
         source.read_into(spec, begin, stripe)
         yield stripe
-
-
-def _by_value(values: Sequence[str]) -> str:
-    """`ab12 on rank 0, cd34 on ranks 1 2`."""
-    ranks: dict[str, list[str]] = {}
-    for rank, value in enumerate(values):
-        ranks.setdefault(value, []).append(str(rank))
-    return ", ".join(
-        f"{value} on rank{'s' if len(which) > 1 else ''} {' '.join(which)}" for value, which in ranks.items()
-    )
