@@ -100,6 +100,7 @@ class Attached:
 
         See `Runtime.update`. The module's other tensors (embedding, head, persistent buffers) are written in place; a
         weight with several names is written once, and may come under any of them, or under all with the same bytes.
+        Where tensors come as a checkpoint has them, set `runtime.recipes` first: how weights are made of them.
         """
         pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
         return self.runtime.update(by_first_name(self.module, self._spec.parameters, pairs), only=only, keep=keep)

@@ -28,6 +28,7 @@ from graphshard.comm.verdict import Verdict
 from graphshard.core.counts import which_ranks
 from graphshard.core.errors import CommError, DeviceError, GraphshardError, ProgramError
 from graphshard.core.specs import StepShape
+from graphshard.load.accounting import check_unknown
 from graphshard.load.recipe import Recipes
 from graphshard.runtime.admission import Admission
 from graphshard.runtime.binding import refuse_fork
@@ -92,7 +93,7 @@ class Updating(Stepping):
 
     group: Group
     recipes: Recipes = MappingProxyType({})
-    """How weights are made of a checkpoint's tensors, at load and at each update."""
+    """How weights are made of a checkpoint's tensors, at each update as at load; of a module's, may be set."""
     ignore: tuple[str, ...] = ()
     """Patterns of tensors that no weight is made of, and that may come nevertheless."""
     outside = Outside()
@@ -204,6 +205,7 @@ class Updating(Stepping):
         self.check_open()
         self._alignment.check("an update")
         specs = {weight.name: weight for weight in self.model.weights} | self.outside.specs()
+        check_unknown("recipes", self.recipes, specs)
         selection = select(list(specs), self.recipes, only, keep)
         if self._torn is not None and selection.kept:
             raise ProgramError(
