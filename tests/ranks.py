@@ -43,7 +43,7 @@ class Outcome:
 
 
 def run_on_ranks(
-    function: Callable[..., Any], world_size: int, *arguments: Any, mode: str = "threads", timeout_s: float = 60.0
+    function: Callable[..., Any], world_size: int, *arguments: Any, mode: str = "threads", timeout_s: float = 120.0
 ) -> list[Any]:
     """What `function(group, *arguments)` returns on each rank; AssertionError with the first failure in full."""
     outcomes = try_on_ranks(function, world_size, *arguments, mode=mode, timeout_s=timeout_s)
@@ -60,7 +60,7 @@ def try_on_ranks(
     world_size: int,
     *arguments: Any,
     mode: str = "threads",
-    timeout_s: float = 60.0,
+    timeout_s: float = 120.0,
     group_timeout_s: float | None = None,
     after_failure_s: float | None = None,
 ) -> list[Outcome]:
