@@ -8,6 +8,9 @@ TORCH  ?= torch==2.13.0
 CUDA13 ?= nvidia-cuda-runtime==13.5.*
 SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name 'CMakeLists.txt') CMakeLists.txt pyproject.toml
 
+# Processes of tests side by side (tests/conftest.py: how many). Each has whole files, as far as it comes out even.
+PYTEST := $(BIN)/python -m pytest -q -p no:benchmark -n auto --dist worksteal
+
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: all demo test test-all test-tsan build-cu13 lint format clean
@@ -35,10 +38,10 @@ demo: $(DEMO)
 	$(BIN)/graphshard demo
 
 test: $(DEMO)
-	$(BIN)/python -m pytest -q tests
+	$(PYTEST) tests
 
 test-all: $(DEMO)
-	$(BIN)/python -m pytest -q tests --slow
+	$(PYTEST) tests --slow
 
 test-tsan: $(STAMP)
 	$(BIN)/cmake -S . -B build/tsan -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python \
