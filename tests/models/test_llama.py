@@ -7,6 +7,8 @@ import torch
 from executor import Executor, greedy
 from torch import Tensor
 
+import graphshard
+from graphshard.comm.group import LocalGroup
 from graphshard.core.errors import SpecError
 from graphshard.core.specs import StepShape
 from graphshard.models.config import LlamaConfig, RopeConfig, llama_config
@@ -171,3 +173,20 @@ def test_shapes_and_lengths_that_do_not_fit_are_refused() -> None:
         Llama(SMALL, 1, 4096)
     with pytest.raises(SpecError, match="max_batch_size is 0"):
         Llama(SMALL, 0)
+
+
+@pytest.mark.parametrize("variant", ["plain", "tied"])
+def test_a_checkpoint_may_hold_the_tied_head_twice_and_frequencies(variant: str) -> None:
+    model, weights = random_llama(VARIANTS[variant])
+    beside = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}
+    if variant == "tied":
+        beside["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    made = {"checkpoint": weights | beside, "capture_sizes": ()}
+    graphshard.compile(model, LocalGroup(1)[0], ignore=model.redundant_tensors, **made).close()
+    with pytest.raises(graphshard.LoadError, match=r"a tied head that is stored as well") as raised:
+        graphshard.compile(model, LocalGroup(1)[0], **made)
+    assert all(f"not asked for  {name}" in str(raised.value) for name in beside)
+    if variant == "plain":  # a head of its own is a weight, and no extra
+        del weights["lm_head.weight"]
+        with pytest.raises(graphshard.LoadError, match=r"missing  lm_head\.weight"):
+            graphshard.compile(model, LocalGroup(1)[0], checkpoint=weights, ignore=model.redundant_tensors)
