@@ -63,6 +63,8 @@ class _Attempt:
     """Before it."""
     num_taken: int = 0
     """Tensors that have come."""
+    num_written: int = 0
+    """Pieces written, and chunks hashed after it."""
     looked: float = -math.inf
     """When peers were last looked at."""
     seconds: dict[str, float] = field(default_factory=dict)
@@ -134,7 +136,8 @@ class Updating(Stepping):
             keep: patterns of weights that are declared to keep the bytes they have.
 
         Order:   after everything that this runtime was asked to do before.
-        Blocks:  the host; bounded by the group's timeout for each meeting of the ranks, once tensors have come.
+        Blocks:  the host; each meeting of the ranks is bounded by the group's timeout, where a rank that brings forward
+                 what is awaited (tensors come, bytes are written) is waited for.
         Capture: no.
 
         Raises:
@@ -278,14 +281,18 @@ class Updating(Stepping):
 
     def _write_together(self, attempt: _Attempt, staging: Staging) -> None:
         group = attempt.group
-        checksums = group.agree("update: writing", lambda: self._write_here(staging.pieces))
+        checksums = group.agree(
+            "update: writing", lambda: self._write_here(attempt, staging.pieces), progress=lambda: attempt.num_written
+        )
         attempt.checksums = ChunkChecksums.exchange(group, self.layout, checksums)
         self._transport.adopt_checksums(attempt.checksums)
         self._slots.forget()
-        moved = group.agree("update: check of gathered units", self._check_here)
+        moved = group.agree(
+            "update: check of gathered units", self._check_here, progress=lambda: self._slots.num_primes
+        )
         self._refuse_moved(group, moved)
 
-    def _write_here(self, pieces: Iterable[StagedPiece]) -> list[int]:
+    def _write_here(self, attempt: _Attempt, pieces: Iterable[StagedPiece]) -> list[int]:
         """Write this rank's pieces; the checksum of each of its chunks."""
         self.hooks.update("decided")
         for place, data in pieces:
@@ -295,9 +302,14 @@ class Updating(Stepping):
                 writing = self._memory.writing(place.area, place.begin, place.num_bytes)
             with writing as out:
                 out[:] = data.numpy().data
+            attempt.num_written += 1
             self.hooks.update("writing")
         self.hooks.update("written")
-        return [checksum_of(self._memory.chunk(unit)) for unit in self.layout.units]
+        checksums = []
+        for unit in self.layout.units:
+            checksums.append(checksum_of(self._memory.chunk(unit)))
+            attempt.num_written += 1
+        return checksums
 
     def _check_here(self) -> list[str]:
         """Gather every unit once; what moved of what this rank's graphs see."""
