@@ -325,7 +325,10 @@ def test_a_rank_that_loads_for_longer_than_the_groups_limit_is_waited_for(limit_
     if limit_s == 60.0:
         assert [outcome.error for outcome in outcomes] == ["", ""] and outcomes[0].value > 6.0
     else:
-        assert re.search(r"waited 2\.0 s in loading .*: rank 1", outcomes[0].error) and outcomes[0].error_type == "CommError"
+        assert (
+            re.search(r"waited 2\.0 s in loading .*: rank 1", outcomes[0].error)
+            and outcomes[0].error_type == "CommError"
+        )
 
 
 def leaving_rank(group: Group, how: str) -> None:
@@ -361,7 +364,7 @@ def test_a_failure_after_rows_were_given_up_says_so_on_all_ranks() -> None:
     assert time.monotonic() - started < 30, "bounded by the failure, not by a timeout"
     for outcome in outcomes:
         assert outcome.error_type == "LoadError", outcome
-        assert re.search(r"rank 1: these rows .* \d+ weights of the module are gone, .*: prepare", outcome.error)
+        assert re.search(r"rank 1: these rows .* \d+ weights of the module are gone, .*: make it anew", outcome.error)
 
 
 # --- memory ---

@@ -17,6 +17,9 @@ from graphshard.runtime.model import Segment, StepState
 ATTACHED = "_graphshard_attached"
 """Set on each layer of an attached module."""
 
+PREPARED = "_graphshard_prepared"
+"""Set on each layer of a module between `prepare` and `finalize`."""
+
 
 @dataclass(frozen=True)
 class Holder:
@@ -57,13 +60,13 @@ def module_spec(
     Args:
         module: what runs.
         stack: its layers.
-        whole_shapes: of the weights of which each rank has only some rows, by name.
+        whole_shapes: of a prepared module that is finalized: the shapes of weights of which each rank has only rows.
         meta_allowed: whether weights may be on the meta device: then the spec says what they will be.
 
     Raises:
         SpecError: the module is compiled or attached already, or a weight inside its layers has no bytes here.
     """
-    _refuse_module(module, stack)
+    _refuse_module(module, stack, is_finalized=whole_shapes is not None)
     found = _Parameters(module, stack)
     kept = {}
     weights = {}
@@ -150,7 +153,7 @@ def _place(parameter: nn.Parameter) -> tuple[int, int] | None:
     return parameter.data_ptr(), parameter.numel() * parameter.element_size()
 
 
-def _refuse_module(module: nn.Module, stack: LayerStack) -> None:
+def _refuse_module(module: nn.Module, stack: LayerStack, is_finalized: bool) -> None:
     for path, inner in module.named_modules():
         where = path or type(module).__name__
         if isinstance(inner, torch.jit.ScriptModule):
@@ -165,6 +168,11 @@ def _refuse_module(module: nn.Module, stack: LayerStack) -> None:
     for layer, names in zip(stack.layers, stack.names, strict=True):
         if ATTACHED in layer.__dict__:
             raise SpecError(f"{names[0]} is attached already: detach() it first")
+        if PREPARED in layer.__dict__ and not is_finalized:
+            raise SpecError(
+                f"{names[0]} was prepared before, and shows placeholders or rows: finalize() that, or make the "
+                "module anew"
+            )
 
 
 def _why_kept(name: str, parameter: nn.Parameter, meta_allowed: bool) -> str:

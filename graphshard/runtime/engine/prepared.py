@@ -32,6 +32,7 @@ from graphshard.runtime.compiled import Compiled
 from graphshard.runtime.engine.amax import AmaxPer, combined_amax
 from graphshard.runtime.engine.cut import ShardId
 from graphshard.runtime.engine.filler import RowFiller
+from graphshard.runtime.engine.guard import PreparedGuard
 from graphshard.runtime.engine.ledger import Ledger
 from graphshard.runtime.engine.materialise import materialise, refuse_lost_buffers
 from graphshard.runtime.engine.rows import RowSlice
@@ -69,12 +70,12 @@ class Prepared:
         self._device, self._stack, self._rules, self._load_timeout_s = device, stack, rules, load_timeout_s
         unwritten = materialise(module, [stock.spec.parameters[name] for name in stock.rows])
         self._ledger = Ledger(module, stock, unwritten, group.rank, device)
-        self._before = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        self._before = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
         self._failure: GraphshardError | None = None
         self._rows: Mapping[str, RowSlice] = self._ledger.rows
         self._attached: Attached | None = None
         self._is_over = ""
-        self._guards = [layer.register_forward_pre_hook(self._refuse_call) for layer in stack.layers]
+        self._guard = PreparedGuard(module, stack, tuple(stock.rows))
         self._give_loaders(self._ledger.loads_by_parts())
 
     @property
@@ -206,11 +207,10 @@ class Prepared:
             if not filler.num_released:
                 raise
             self._is_over = f"{counted(filler.num_released, 'weight')} of the module are gone, as finalize() failed"
-            raise type(error)(f"{error}. {self._is_over}: prepare and load it again") from error
+            raise type(error)(f"{error}. {self._is_over}: make it anew, prepare and load it again") from error
 
     def _attach(self, standing: Standing, runtime: Runtime, check: bool, own_loop: bool) -> Attached:
-        for guard in self._guards:
-            guard.remove()
+        self._guard.remove()
         self._is_over = "the module was finalized"
         self._give_loaders({name: standing.spec.parameters[name] for name in standing.rows})  # processing made new ones
         notes = [self._ledger.text(), *self._memory_notes(runtime)]
@@ -248,12 +248,6 @@ class Prepared:
 
         for name, parameter in parameters.items():
             parameter.weight_loader = loader_of(name)  # type: ignore[attr-defined]
-
-    def _refuse_call(self, layer: nn.Module, arguments: object) -> None:
-        raise ProgramError(
-            f"{type(layer).__name__} was called before finalize(): its weights are placeholders, or this rank's rows "
-            "alone; finalize the module first"
-        )
 
 
 _UPDATE = "Runtime.update brings new weights, and detach() gives the module whole parameters again"
