@@ -94,6 +94,19 @@ def test_scales_of_parts_all_arrive(scales: str) -> None:
     assert run_on_ranks(scaled_rank, 2, scales) == [[1.0, 2.0, 3.0]] * 2
 
 
+def test_a_tied_tensor_is_loaded_once_under_any_of_its_names() -> None:
+    model = server_model(PARTS, WIDTH)
+    model.register_buffer("other", model.table)
+    model.head = model.embed
+    prepared = prepare_server(model, LocalGroup(1)[0], PARTS)
+    prepared.load("other", torch.ones(WIDTH))
+    prepared.load("head.weight", torch.ones(WIDTH, WIDTH))
+    assert bool(model.table.all()) and model.other is model.table and bool(model.embed.weight.all())  # type: ignore[operator]
+    for name, first in (("other", "table"), ("head.weight", "embed.weight")):
+        with pytest.raises(LoadError, match=rf"^{name} is tied to {first}: weight {first} is loaded twice"):
+            prepared.load(name, torch.ones(model.get_submodule("embed").weight.shape[: 1 + (name != "other")]))  # type: ignore[index]
+
+
 def test_one_scale_for_three_parts_and_three_for_one_are_refused() -> None:
     prepared, _ = alone(blocks={"embed.weight": [1] * WIDTH})
     for tensor in (torch.tensor(1.0), torch.ones(1), torch.ones(3)):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -67,6 +69,18 @@ class _Odd(nn.Parameter):
     pass
 
 
+def _other_layer(prepared: Prepared, linear: ServerLinear) -> None:
+    prepared.module.layers[1] = server_model(PARTS, WIDTH, "cpu").layers[1]  # type: ignore[index, union-attr, operator]
+
+
+def _fewer_layers(prepared: Prepared, linear: ServerLinear) -> None:
+    prepared.module.layers = nn.ModuleList([prepared.module.layers[0]])  # type: ignore[index, union-attr, operator]
+
+
+def _wrapped(prepared: Prepared, linear: ServerLinear) -> None:
+    prepared.module.layers[0].qkv = nn.Sequential(linear)  # type: ignore[index, union-attr, operator]
+
+
 LEFT: dict[str, tuple[Change, str, str]] = {
     "transposed": (_transposed, "ProgramError", r"qkv\.weight is bfloat16\[8, \d+\] with strides .*exclude="),
     "transposed copy": (_transposed_copy, "ProgramError", r"qkv\.weight is bfloat16\[8, \d+\] before finalize\(\)"),
@@ -75,6 +89,9 @@ LEFT: dict[str, tuple[Change, str, str]] = {
     "fused": (_fused, "SpecError", r"layers\.0\.qkv\.fused"),
     "unlike scale": (_unlike_scale, "SpecError", r"qkv\.weight_scale was made by post-load .* combined_amax\(\)"),
     "buffer": (_unlike_buffer, "SpecError", r"qkv\.weight_scale was made by .* make it a parameter and say follow="),
+    "other layer": (_other_layer, "ProgramError", r"layer layers\.1 is not the ServerLayer that prepare\(\) found"),
+    "fewer layers": (_fewer_layers, "ProgramError", r"layer layers\.1 is not .*there is nothing in its place"),
+    "wrapped": (_wrapped, "ProgramError", r"qkv\.weight is no longer a parameter of its module"),
     "subclass": (_subclass, "ProgramError", r"qkv\.weight cannot be sharded .*: it is a _Odd"),
 }
 
@@ -94,6 +111,33 @@ def test_what_is_no_longer_the_ranks_rows_is_the_same_named_error_on_all(name: s
     for outcome in outcomes:
         assert outcome.error_type == kind and re.search(expected, outcome.error), outcome
     assert len({outcome.error for outcome in outcomes}) == 1
+
+
+def in_place_of(linear: ServerLinear, factor: float) -> ServerLinear:
+    """Another module with other weights, as a server's quantised linears come into being."""
+    made = ServerLinear(*linear.weight.shape, torch.float32, bias=linear.bias is not None)
+    made.weight.data, made.bias = linear.weight.data.float() * factor, linear.bias
+    return made
+
+
+def exchanged_rank(group: Group) -> list[bool]:
+    prepared, whole = loaded(group), server_model(PARTS, WIDTH, "cpu")
+    whole.load_state_dict(checkpoint_of(whole))
+    old = [weakref.ref(qkv(prepared).weight.untyped_storage()), weakref.ref(qkv(prepared).weight)]
+    for model in (prepared.module, whole):
+        for layer in model.layers:  # type: ignore[union-attr]
+            layer.qkv, layer.out = in_place_of(layer.qkv, 2.0), in_place_of(layer.out, 3.0)
+    gc.collect()
+    x = torch.linspace(-1, 1, WIDTH).view(1, WIDTH)
+    is_freed = [ref() is None for ref in old]
+    with torch.no_grad(), prepared.finalize(**PLAN):
+        right = torch.equal(prepared.module(x), whole(x))
+        group.barrier()
+    return [right, *is_freed]
+
+
+def test_modules_that_processing_puts_in_place_of_others_count_and_what_they_replace_is_freed() -> None:
+    assert run_on_ranks(exchanged_rank, 3) == [[True] * 3] * 3
 
 
 def dtype_rank(group: Group) -> None:

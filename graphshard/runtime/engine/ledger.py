@@ -21,20 +21,20 @@ class Ledger:
 
     def __init__(self, module: nn.Module, stock: Stock, unwritten: Collection[str], rank: int, device: Device) -> None:
         """`unwritten`: names of what has memory that nobody has written to."""
-        places: dict[str, list[tuple[nn.Module, str]]] = {}
+        names: dict[str, list[str]] = {}
         self._first_names: dict[str, str] = {}
         seen: dict[int, str] = {}
         tensors: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
-        tensors |= {name: tensor for name, tensor in module.named_buffers() if _is_saved(module, name)}
+        buffers = module.named_buffers(remove_duplicate=False)
+        tensors |= {name: tensor for name, tensor in buffers if _is_saved(module, name)}
         for name, tensor in tensors.items():
             first = seen.setdefault(id(tensor), name)
             self._first_names[name] = first
-            path, _, attribute = name.rpartition(".")
-            places.setdefault(first, []).append((module.get_submodule(path), attribute))
-        self.rows = {name: RowSlice(row, places[name], rank, device) for name, row in stock.rows.items()}
+            names.setdefault(first, []).append(name)
+        self.rows = {name: RowSlice(row, module, names[name], rank, device) for name, row in stock.rows.items()}
         self.whole = {
-            name: WholeWeight(name, where[0], dict(stock.blocks.get(name, {})), is_unwritten=name in unwritten)
-            for name, where in places.items()
+            name: WholeWeight(name, module, dict(stock.blocks.get(name, {})), is_unwritten=name in unwritten)
+            for name in names
             if name not in self.rows
         }
 
@@ -52,7 +52,12 @@ class Ledger:
                 f"nothing is called {name!r} among {len(self._first_names)} parameters and buffers; there is "
                 f"{', '.join(near)}. A part of a merged weight is loaded under the weight's name, with its shard id"
             )
-        (self.rows.get(first) or self.whole[first]).load(tensor, shard_id)
+        try:
+            (self.rows.get(first) or self.whole[first]).load(tensor, shard_id)
+        except LoadError as error:
+            if name == first:
+                raise
+            raise LoadError(f"{name} is tied to {first}: {error}") from error
 
     def loads_by_parts(self) -> Mapping[str, nn.Parameter]:
         """The parameters that need a weight loader of ours: those by rows, and merged ones."""

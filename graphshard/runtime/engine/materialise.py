@@ -55,6 +55,16 @@ def materialise(module: nn.Module, by_rows: Collection[nn.Parameter]) -> list[st
     return unwritten
 
 
+def standing_at(module: nn.Module, name: str) -> Tensor | None:
+    """The parameter or buffer that stands under `name` now, whoever put it or its module there; None if none does."""
+    path, _, attribute = name.rpartition(".")
+    try:
+        inner = module.get_submodule(path)
+    except AttributeError:
+        return None
+    return inner._parameters.get(attribute, inner._buffers.get(attribute))
+
+
 def unwritten_rows(tensor: Tensor) -> int:
     """Rows that still hold what `materialise` filled memory with; integers count only if all of them do."""
     if not tensor.numel():

@@ -18,6 +18,7 @@ from graphshard.device.base import Device
 from graphshard.runtime.attach.spec import dtype_name
 from graphshard.runtime.device_bytes import device_bytes
 from graphshard.runtime.engine.cut import ShardId
+from graphshard.runtime.engine.materialise import standing_at
 from graphshard.runtime.engine.parts import WHOLE, Parts
 from graphshard.runtime.engine.stock import RowSpec
 from graphshard.runtime.weights.replicated import bytes_hash
@@ -29,21 +30,23 @@ class RowSlice:
     def __init__(
         self,
         spec: RowSpec,
-        places: Sequence[tuple[nn.Module, str]],
+        module: nn.Module,
+        names: Sequence[str],
         rank: int,
         device: Device,
         *,
         is_loaded: bool = False,
     ) -> None:
-        """`places`: modules and attributes under which the weight is found. `is_loaded`: they show its rows already."""
+        """`names`: all under which the weight is found in `module`. `is_loaded`: they show its rows already."""
         self.spec = spec
         self.begin, self.end = spec.cut.rows_of(rank)
         self.parts = Parts(spec.name, spec.shape, spec.dtype, spec.blocks)
         if is_loaded:
             self.parts.done(WHOLE)
-        self._places, self._device = tuple(places), device
-        self._given = self.parameter
-        self._address = self._given.data_ptr()
+        self._module, self._names, self._device = module, tuple(names), device
+        given = self.parameter
+        self._given = weakref.ref(given)  # processing that puts another one in its place frees its rows
+        self._address = given.data_ptr()
         self._rows: Tensor | None = None
         self._lock = threading.Lock()
         self._storage: weakref.ref[torch.UntypedStorage] | None = None
@@ -67,14 +70,15 @@ class RowSlice:
         Raises:
             ProgramError: nothing does, or unlike things under its names.
         """
-        found = [module._parameters.get(attribute) for module, attribute in self._places]
-        if found[0] is None or any(other is not found[0] for other in found):
+        found = [standing_at(self._module, name) for name in self._names]
+        first = found[0]
+        if not isinstance(first, nn.Parameter) or any(other is not first for other in found):
             raise ProgramError(
                 f"weight {self.spec.name} is no longer a parameter of its module, or not of all that shared it: "
                 "something took it away after prepare(). Fuse before: give prepare() the merged weight with blocks=, "
                 "and load its parts by shard id"
             )
-        return found[0]
+        return first
 
     def load(self, tensor: Tensor, shard_id: ShardId | None = WHOLE) -> None:
         """Keep this rank's rows of `tensor`, the part `shard_id` of the weight (None: all of it).
@@ -97,7 +101,7 @@ class RowSlice:
             self.parts.done(shard_id)
             self._prints["whole" if shard_id is WHOLE else repr(shard_id)] = _sample_hash(tensor)
             if not self.parts.missing:
-                self._given.data = self._rows
+                self.parameter.data = self._rows
                 self._rows = None
 
     def standing(self) -> Tensor:
@@ -142,7 +146,7 @@ class RowSlice:
     @property
     def _is_replaced(self) -> bool:
         """Whether the module shows anything else than what `prepare` put there."""
-        return self.parameter is not self._given or self._given.data_ptr() != self._address
+        return self.parameter is not self._given() or self.parameter.data_ptr() != self._address
 
     def _now(self) -> str:
         found = self.parameter
@@ -150,7 +154,7 @@ class RowSlice:
 
     def _reserve(self) -> Tensor:
         """Memory for this rank's rows: the device's, which goes back at once when it is given up."""
-        dtype, shape = self._given.dtype, (self.num_rows, *self.spec.shape[1:])
+        dtype, shape = self.parameter.dtype, (self.num_rows, *self.spec.shape[1:])
         with torch.inference_mode(False):
             num_bytes = torch.empty(shape, dtype=dtype, device="meta").nbytes
             if not num_bytes:

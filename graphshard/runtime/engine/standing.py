@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -37,7 +37,7 @@ def standing_of(
     module: nn.Module,
     stack: LayerStack,
     rows: Mapping[str, RowSlice],
-    before: Mapping[str, object],
+    before: Collection[str],
     rules: RowRules,
     rank: int,
     device: Device,
@@ -48,7 +48,7 @@ def standing_of(
         module: as `prepare` got it.
         stack: its layers.
         rows: the weights by rows.
-        before: parameters and buffers that `prepare` found, by name.
+        before: names of the parameters and buffers that `prepare` found.
         rules: as `prepare` got them.
         rank: this one.
         device: where rows are.
@@ -57,6 +57,7 @@ def standing_of(
         LoadError, ProgramError: a weight is not loaded, or is no longer this rank's rows.
         SpecError: as `module_spec`; what follows another weight's rows does not fit.
     """
+    _refuse_replaced(module, stack)
     found = {name: row.standing() for name, row in rows.items()}
     late = dict(_late_followers(module, rows, before, rules, rank, device))
     every = {**rows, **late}
@@ -72,6 +73,19 @@ def standing_of(
             )
     _refuse_idle(spec, every, rules)
     return Standing(spec, every, dict(_new_tensors(module, stack, every, before, rules)))
+
+
+def _refuse_replaced(module: nn.Module, stack: LayerStack) -> None:
+    """ProgramError if another layer stands in the place of one that `prepare` found: its calls would gather nothing."""
+    inside = dict(module.named_modules(remove_duplicate=False))
+    for names, layer in zip(stack.names, stack.layers, strict=True):
+        other = [name for name in names if inside.get(name) is not layer]
+        if other:
+            raise ProgramError(
+                f"layer {other[0]} is not the {type(layer).__name__} that prepare() found: there is "
+                f"{type(inside[other[0]]).__name__ if other[0] in inside else 'nothing'} in its place now; change "
+                "layers before prepare(), or what is inside them afterwards"
+            )
 
 
 def refuse_unlike(group: Group, what: str, lines: Sequence[str]) -> None:
@@ -130,7 +144,7 @@ def refuse_differing(group: Group, new: Mapping[str, Tensor]) -> None:
 def _late_followers(
     module: nn.Module,
     rows: Mapping[str, RowSlice],
-    before: Mapping[str, object],
+    before: Collection[str],
     rules: RowRules,
     rank: int,
     device: Device,
@@ -152,8 +166,7 @@ def _late_followers(
                 f"for each {every}: it would have {end - begin}; correct follow= or what makes it"
             )
         spec = following(name, (cut.num_rows, *parameter.shape[1:]), dtype_name(parameter), leader, every)
-        path, _, attribute = name.rpartition(".")
-        yield name, RowSlice(spec, [(module.get_submodule(path), attribute)], rank, device, is_loaded=True)
+        yield name, RowSlice(spec, module, [name], rank, device, is_loaded=True)
 
 
 def _refuse_idle(spec: ModuleSpec, rows: Mapping[str, RowSlice], rules: RowRules) -> None:
@@ -170,7 +183,7 @@ def _new_tensors(
     module: nn.Module,
     stack: LayerStack,
     rows: Mapping[str, RowSlice],
-    before: Mapping[str, object],
+    before: Collection[str],
     rules: RowRules,
 ) -> Iterator[tuple[str, Tensor]]:
     """What is new inside the layers, buffers only beside rows. What is excluded may differ: experts, say."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from graphshard.core.errors import LoadError
 from graphshard.runtime.attach.spec import dtype_name
 from graphshard.runtime.engine.cut import ShardId
-from graphshard.runtime.engine.materialise import unwritten_rows
+from graphshard.runtime.engine.materialise import standing_at, unwritten_rows
 from graphshard.runtime.engine.parts import WHOLE, Parts
 
 
@@ -19,13 +19,13 @@ class WholeWeight:
     def __init__(
         self,
         name: str,
-        place: tuple[nn.Module, str],
+        module: nn.Module,
         blocks: dict[ShardId, tuple[int, int]],
         *,
         is_unwritten: bool,
     ) -> None:
         """`is_unwritten`: its memory is new, and filled with what `materialise` fills it with."""
-        self._module, self._attribute = place
+        self._module = module
         self._is_unwritten = is_unwritten
         self.name = name
         tensor = self.tensor
@@ -36,7 +36,7 @@ class WholeWeight:
     @property
     def tensor(self) -> Tensor | None:
         """What stands in the module now; None if it was taken away, which is its owner's business."""
-        return self._module._parameters.get(self._attribute, self._module._buffers.get(self._attribute))
+        return standing_at(self._module, self.name)
 
     def load(self, tensor: Tensor, shard_id: ShardId | None = WHOLE) -> None:
         """Copy `tensor`, the part `shard_id` of the weight (None: all of it), to where it stands.
