@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -62,6 +63,15 @@ def test_either_variant_is_made_of_either_form(saved_fused: bool, fused: bool, t
     assert all(torch.equal(got[name], want[name]) for name in want)
     _, same = random_kimi_k3(CONFIG, seed=3, fused=fused)
     assert all(torch.equal(got[name], same[name]) for name in want)
+
+
+def test_a_single_expert_is_a_stack_of_one(tmp_path: Path) -> None:
+    config = replace(CONFIG, sizes=replace(CONFIG.sizes, experts=1, top_k=1))
+    _, want = random_kimi_k3(config, seed=3)
+    save_kimi_k3(tmp_path, config, want)
+    assert run_on_ranks(loaded, 1, str(tmp_path), True)[0][1] == {"bytes"}
+    got = _made(load_kimi_k3(tmp_path, 1), tmp_path)
+    assert all(torch.equal(got[name], want[name]) for name in want)
 
 
 def test_weights_in_any_form_are_saved_alike(tmp_path: Path) -> None:
@@ -126,6 +136,19 @@ def test_tensors_of_another_model_are_refused(tmp_path: Path) -> None:
     names = set(pieces) - {"model.layers.0.self_attn.k_proj.weight", "model.norm.weight"}
     with pytest.raises(LoadError, match=r"2 weights of kimi_k3 are neither among .* model.layers.0.self_attn.qkv_proj"):
         kimi_k3_recipes(KimiK3(CONFIG, 1), names)
+
+
+@pytest.mark.parametrize("form", ["published", "fused"])
+@pytest.mark.parametrize("change", [Tensor.float, Tensor.t, lambda weight: torch.cat([weight, weight])])
+def test_a_tensor_of_another_kind_is_not_saved_as_if_it_were_the_models(
+    form: str, change: Callable[[Tensor], Tensor], tmp_path: Path
+) -> None:
+    tensors = random_pieces(CONFIG) if form == "published" else random_kimi_k3(CONFIG)[1]
+    name = f"model.layers.0.self_attn.{'f_b' if form == 'published' else 'qkv'}_proj.weight"
+    tensors[name] = change(tensors[name])
+    with pytest.raises(SpecError, match=rf"^{name} is b?float\d+\[\d+, \d+\], this kimi_k3 has bfloat16\["):
+        save_kimi_k3(tmp_path, CONFIG, tensors)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_is_opened_by_its_config(tmp_path: Path) -> None:

@@ -152,6 +152,7 @@ def test_a_config_reads_as_it_was_written() -> None:
         ("dtype", "int8", "dtype is int8, a Kimi K3 computes in one of"),
         ("num_experts_per_token", 9, "top_k is 9, and there are 6 experts"),
         ("eos_token_id", "end", "eos_token_id is 'end': it is a number"),
+        ("eos_token_id", 1.5, "eos_token_id is 1.5: it is a token, or a list of tokens"),
         ("num_attention_heads", 0, "num_attention_heads is 0: it is a whole number that starts at 1"),
     ],
 )

@@ -177,6 +177,8 @@ def kimi_k3_model_config(file: ConfigFile) -> KimiK3ModelConfig:
 def _one(file: ConfigFile, key: str) -> tuple[int, ...]:
     """The number under `key`, if there is one."""
     number = file.number(key, -1)
+    if number != int(number):
+        raise file.error(key, f"is {number}: it is a token, or a list of tokens")
     return () if number < 0 else (int(number),)
 
 

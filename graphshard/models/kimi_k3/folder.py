@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -64,14 +64,18 @@ def published_tensors(config: KimiK3ModelConfig, tensors: Mapping[str, Tensor]) 
     """`tensors` under their published names, whether they are a fused model's, an unfused one's, or published already.
 
     Raises:
-        SpecError: they are in none of these forms: it names one that is missing or unknown.
+        SpecError: they are in none of these forms: it names one that is missing or unknown; or of another shape or
+            dtype.
     """
-    forms = [KimiK3(config, 1, 1, fused=fused).pieces for fused in (True, False)]
-    for made_of in forms:
+    models = [KimiK3(config, 1, 1, fused=fused) for fused in (True, False)]
+    forms: list[Mapping[str, tuple[WeightSpec, ...]]] = [model.pieces for model in models]
+    for model, made_of in zip(models, forms, strict=True):
         if set(tensors) == set(made_of):
+            _check(model.spec().weights, tensors)
             return {name: part for weight in made_of for name, part in _parts(made_of[weight], tensors[weight])}
-    published = {spec.name for made in forms[0].values() for spec in made}
-    if set(tensors) == published:
+    published = {spec.name: spec for made in forms[0].values() for spec in made}
+    if set(tensors) == set(published):
+        _check(published.values(), tensors)
         return dict(tensors)
     differing = min((set(tensors) ^ set(form) for form in (*forms, published)), key=len)
     raise SpecError(
@@ -81,7 +85,7 @@ def published_tensors(config: KimiK3ModelConfig, tensors: Mapping[str, Tensor]) 
 
 
 def save_kimi_k3(
-    folder: Path, config: KimiK3ModelConfig, tensors: Mapping[str, Tensor], *, fused: bool = False
+    folder: str | Path, config: KimiK3ModelConfig, tensors: Mapping[str, Tensor], *, fused: bool = False
 ) -> None:
     """Write config.json and model.safetensors into `folder`, which is made if it is not there.
 
@@ -94,13 +98,23 @@ def save_kimi_k3(
     Raises:
         SpecError: as `published_tensors`.
     """
-    pieces = published_tensors(config, tensors)
+    folder, pieces = Path(folder), published_tensors(config, tensors)
     model = KimiK3(config, 1, 1, fused=True)
     specs = list(model.spec().weights) if fused else [spec for made in model.pieces.values() for spec in made]
     tensors = joined_tensors(model, pieces) if fused else pieces
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config.values(), indent=2) + "\n", encoding="utf-8")
     write_safetensors(folder / "model.safetensors", specs, (_bytes(tensors[spec.name]) for spec in specs))
+
+
+def _check(specs: Iterable[WeightSpec], tensors: Mapping[str, Tensor]) -> None:
+    for spec in specs:
+        found = tensors[spec.name]
+        if (tuple(found.shape), found.dtype) != (spec.shape, getattr(torch, spec.dtype)):
+            raise SpecError(
+                f"{spec.name} is {str(found.dtype).removeprefix('torch.')}{list(found.shape)}, this kimi_k3 has "
+                f"{spec.dtype}{list(spec.shape)}; give the config that the tensors were made for"
+            )
 
 
 def _parts(specs: Sequence[WeightSpec], weight: Tensor) -> Iterator[tuple[str, Tensor]]:

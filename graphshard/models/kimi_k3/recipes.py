@@ -45,9 +45,8 @@ def kimi_k3_recipes(model: KimiK3, tensors: Collection[str]) -> dict[str, Recipe
 
 def joined(weight: WeightSpec, pieces: tuple[WeightSpec, ...]) -> Recipe:
     """`weight` from its published pieces."""
-    if len(pieces) == 1:
-        return Read(pieces[0].name)
-    rows: Recipe = Concat(tuple(Read(piece.name) for piece in pieces))
+    reads = tuple(Read(piece.name) for piece in pieces)
+    rows: Recipe = reads[0] if len(reads) == 1 else Concat(reads)
     return rows if len(weight.shape) == len(pieces[0].shape) else Reinterpret(rows, weight.shape, weight.dtype)
 
 
