@@ -10,13 +10,14 @@ two int4. A weight without a recipe is read under its own name; two weights may 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, TypeVar, get_args
 
 from graphshard.core.errors import SpecError
 from graphshard.core.sizes import dtype_bits
 
+Value = TypeVar("Value")
 ScalePer = Literal["tensor", "channel"]
 
 FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
@@ -45,7 +46,7 @@ class Concat:
     dim: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "parts", tuple(self.parts))
+        object.__setattr__(self, "parts", _listed("Concat of", self.parts))
         if not self.parts:
             raise SpecError("Concat has no parts; give at least one")
         for part in self.parts:
@@ -104,7 +105,7 @@ class Reinterpret:
 
     def __post_init__(self) -> None:
         _check_node("Reinterpret", self.part)
-        object.__setattr__(self, "shape", tuple(self.shape))
+        object.__setattr__(self, "shape", _listed("Reinterpret as", self.shape))
         if not all(map(_is_size, self.shape)):
             raise SpecError(f"Reinterpret as {self.shape}: sizes are whole numbers from 0 on")
         dtype_bits(self.dtype)
@@ -144,7 +145,7 @@ class RequantizeUe8m0:
     def __post_init__(self) -> None:
         _check_node("RequantizeUe8m0", self.weight)
         _check_node("RequantizeUe8m0", self.scale)
-        object.__setattr__(self, "block", tuple(self.block))
+        object.__setattr__(self, "block", _listed("RequantizeUe8m0 with blocks of", self.block))
         if len(self.block) != 2 or not all(_is_size(size) and size > 0 for size in self.block):
             raise SpecError(f"RequantizeUe8m0 with blocks of {self.block}: give two whole numbers from 1 on")
 
@@ -178,8 +179,14 @@ Recipes: TypeAlias = Mapping[str, Recipe]
 
 
 def recipe_for(recipes: Recipes, weight: str) -> Recipe:
-    """The recipe of `weight`: its own, or a read under its own name."""
-    return recipes.get(weight) or Read(weight)
+    """The recipe of `weight`: its own, or a read under its own name.
+
+    Raises:
+        SpecError: what stands there is no recipe.
+    """
+    found = recipes.get(weight, Read(weight))
+    _check_node(f"recipe {weight!r}", found)
+    return found
 
 
 def parts_of(recipe: Recipe) -> tuple[Recipe, ...]:
@@ -220,6 +227,12 @@ def label_of(recipe: Recipe) -> str:
 def _check_node(kind: str, part: object) -> None:
     if not isinstance(part, get_args(Recipe)):
         raise SpecError(f"{kind} of {part!r}: a part is a node of a recipe; write Read({part!r}) for a tensor")
+
+
+def _listed(what: str, values: Iterable[Value]) -> tuple[Value, ...]:
+    if not isinstance(values, Iterable):
+        raise SpecError(f"{what} {values!r}: give several, in a list or a tuple")
+    return tuple(values)
 
 
 def _check_dim(kind: str, dim: object) -> None:

@@ -55,6 +55,11 @@ Q, K = Read("q"), Read("k")
         (lambda: Read(""), r"Read\(''\): a tensor's name is a text"),
         (lambda: Concat([]), "Concat has no parts"),
         (lambda: Concat([Q, "k"]), r"Concat of 'k': a part is a node of a recipe; write Read\('k'\)"),
+        (lambda: Concat(Q), r"Concat of Read\(name='q'\): give several, in a list"),  # type: ignore[arg-type]
+        (lambda: Reinterpret(Q, 8, "uint8"), "Reinterpret as 8: give several, in a list"),  # type: ignore[arg-type]
+        (lambda: RequantizeUe8m0(Q, K, 128), "with blocks of 128: give several, in a list"),  # type: ignore[arg-type]
+        (lambda: recipe_for({"w": "q"}, "w"), r"recipe 'w' of 'q': a part is a node"),  # type: ignore[dict-item]
+        (lambda: recipe_for({"w": None}, "w"), r"recipe 'w' of None: a part is a node"),  # type: ignore[dict-item]
         (lambda: Concat([Q], -1), "Concat along dim -1"),
         (lambda: Slice(Q, 0, 3, 2), r"Slice of \[3, 2\): give whole numbers"),
         (lambda: Slice(Q, 0, -1, 2), r"Slice of \[-1, 2\)"),

@@ -190,3 +190,11 @@ def test_recipes_that_do_not_fit_are_refused_alike_on_every_rank(
     assert len({outcome.error for outcome in outcomes}) == 1
     with pytest.raises(graphshard.LoadError, match=message):
         raise graphshard.LoadError(outcomes[0].error)
+
+
+@pytest.mark.parametrize("recipes", [[("qkv", Read("q"))], {"qkv": "q"}, {"qkv": Read}])
+def test_what_is_no_recipe_is_refused_alike_on_every_rank(tmp_path: Path, recipes: Any) -> None:
+    checkpoint = tensors()
+    outcomes = try_on_ranks(refused, 2, model_for(RECIPES, checkpoint), write(tmp_path, checkpoint), recipes)
+    for outcome in outcomes:
+        assert outcome.error_type == "SpecError" and outcome.error.startswith("checkpoint failed on rank 0 (and on")

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from graphshard.comm.group import Group
 from graphshard.comm.rejoin import Newcomer
-from graphshard.core.errors import LoadError
+from graphshard.core.errors import LoadError, SpecError
 from graphshard.core.specs import ModelSpec, WeightSpec
 from graphshard.load.accounting import Accounting
 from graphshard.load.checkpoint import Checkpoint
@@ -103,13 +103,13 @@ class RecipeSource:
         return self._temporary.most
 
     def _account(self, model: ModelSpec) -> dict[str, _Made]:
-        """How each weight is made; LoadError with all that does not fit."""
+        """How each weight is made; LoadError with all that does not fit; SpecError for what is no recipe."""
         entries = self._store.entries
         accounting = Accounting(self._store.where)
+        if not isinstance(self._recipes, Mapping):
+            raise SpecError(f"recipes are a {type(self._recipes).__name__}: give a mapping, weight names to recipes")
         recipes = {weight.name: recipe_for(self._recipes, weight.name) for weight in model.weights}
-        for name in self._recipes:
-            if name not in recipes:
-                accounting.note("recipe", f"{name}: the model has no weight of this name")
+        accounting.recipes(self._recipes, recipes)
         needed = [read for recipe in recipes.values() for read in reads_of(recipe)]
         accounting.names(entries, needed, self._ignore)
         made = {}
