@@ -10,7 +10,7 @@ from pathlib import Path
 
 from graphshard.core.counts import some_of
 from graphshard.core.errors import LoadError
-from graphshard.load.safetensors_file import FileTensor, SafetensorsFile, unique_pairs
+from graphshard.load.safetensors_file import FileTensor, SafetensorsFile, kind_of, unique_pairs
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -76,14 +76,18 @@ class Checkpoint:
 
 def _find(path: Path) -> Path:
     """The safetensors or index file that `path` means."""
-    if path.is_file():
-        return path
-    if not path.is_dir():
-        raise LoadError(f"no checkpoint at {path}: there is no such file or folder")
-    for name in (INDEX_NAME, SINGLE_NAME):
-        if (path / name).is_file():
-            return path / name
-    found = sorted(path.glob("*.safetensors"))
+    try:
+        if path.is_file():
+            return path
+        if not path.is_dir():
+            what = f"it is {kind_of(path.stat())}" if path.exists() else "there is no such file or folder"
+            raise LoadError(f"no checkpoint at {path}: {what}")
+        for name in (INDEX_NAME, SINGLE_NAME):
+            if (path / name).is_file():
+                return path / name
+        found = sorted(path.glob("*.safetensors"))
+    except OSError as error:
+        raise LoadError(f"no checkpoint at {path}: it cannot be looked at ({error.strerror})") from None
     if len(found) == 1:
         return found[0]
     what = f"{len(found)} safetensors files and no {INDEX_NAME}" if found else f"neither {SINGLE_NAME} nor {INDEX_NAME}"
@@ -102,7 +106,7 @@ def _open_index(path: Path) -> dict[str, SafetensorsFile]:
         names = {str(name): str(file) for name, file in index["weight_map"].items()}
     except OSError as error:
         raise LoadError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         why = f" ({error})" if isinstance(error, ValueError) else ""
         raise LoadError(
             f"{path} is not an index: it has no JSON object weight_map from tensor names to files{why}"
@@ -110,7 +114,7 @@ def _open_index(path: Path) -> dict[str, SafetensorsFile]:
     wanted = sorted(set(names.values()))
     elsewhere = [file for file in wanted if Path(file).name != file]
     if elsewhere:
-        raise LoadError(f"{path} names the file {elsewhere[0]!r}, which does not lie beside it")
+        raise LoadError(f"{path} names {elsewhere[0]!r}, which does not lie beside it: give plain names of files")
     missing = [file for file in wanted if not (path.parent / file).is_file()]
     if missing:
         raise LoadError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,12 +77,15 @@ class SafetensorsFile:
         """
         self.path = path
         try:
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would wait for a writer
         except OSError as error:
             raise LoadError(f"{path} cannot be read: {error.strerror}") from None
         self._finalizer = weakref.finalize(self, os.close, self._fd)
         try:
-            self._opened = _state_of(os.fstat(self._fd))
+            found = os.fstat(self._fd)
+            if not stat.S_ISREG(found.st_mode):
+                raise LoadError(f"{path} cannot be read: it is {kind_of(found)}, not a file; give a safetensors file")
+            self._opened = _state_of(found)
             self.metadata, self.entries = _read_header(path, self._fd, self._opened.num_bytes)
         except OSError as error:
             self.close()
@@ -144,8 +148,14 @@ class _State(NamedTuple):
     modified_ns: int
 
 
-def _state_of(stat: os.stat_result) -> _State:
-    return _State(stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
+def _state_of(found: os.stat_result) -> _State:
+    return _State(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+
+
+def kind_of(found: os.stat_result) -> str:
+    """What lies there that is no regular file."""
+    kinds = ((stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"))
+    return next((text for is_kind, text in kinds if is_kind(found.st_mode)), "a device")
 
 
 def _read_header(path: Path, fd: int, file_bytes: int) -> tuple[dict[str, str], dict[str, FileTensor]]:
@@ -161,7 +171,7 @@ def _read_header(path: Path, fd: int, file_bytes: int) -> tuple[dict[str, str], 
     if 8 + header_bytes > file_bytes:
         raise _truncated(path, 8 + header_bytes, file_bytes)
     try:
-        header = json.loads(os.pread(fd, header_bytes, 8), object_pairs_hook=unique_pairs)
+        header = json.loads(os.pread(fd, header_bytes, 8).decode(), object_pairs_hook=unique_pairs)
     except ValueError as error:  # UnicodeDecodeError too
         raise LoadError(f"{path}: its header is not valid JSON ({error})") from None
     except RecursionError:
@@ -169,6 +179,8 @@ def _read_header(path: Path, fd: int, file_bytes: int) -> tuple[dict[str, str], 
     if not isinstance(header, dict):
         raise LoadError(f"{path}: its header is a JSON {type(header).__name__}, not an object")
     metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+        raise LoadError(f"{path}: its __metadata__ is no JSON object of texts; write the file again without it")
     data = 8 + header_bytes
     entries = {name: _entry(path, name, fields, data) for name, fields in header.items()}
     _check_ranges(path, sorted(entries.values(), key=lambda entry: (entry.begin, entry.end)), data, file_bytes)

@@ -39,6 +39,13 @@ def find_shards(path: Path) -> ShardFolder | None:
         LoadError: the manifest is damaged or missing beside shard files, a checkpoint lies beside it, or `path` is one
             rank's file.
     """
+    try:
+        return _find_shards(path)
+    except OSError as error:
+        raise LoadError(f"no checkpoint at {path}: it cannot be looked at ({error.strerror})") from None
+
+
+def _find_shards(path: Path) -> ShardFolder | None:
     if _OURS.fullmatch(path.name) and path.is_file():
         raise LoadError(f"{path} is the shard file of one rank: give its folder, {path.parent}, as the checkpoint")
     if path.name == MANIFEST_NAME:

@@ -22,6 +22,7 @@ from graphshard.core.layout import Layout, build_layout
 from graphshard.core.plan import Plan, Unit
 from graphshard.core.specs import ModelSpec, WeightSpec
 from graphshard.core.text import digest_of
+from graphshard.load.safetensors_file import kind_of
 
 MANIFEST_NAME = "shards.json"
 FORMAT = "graphshard-shards-1"
@@ -140,6 +141,8 @@ def read_manifest(folder: Path) -> ShardManifest:
     """
     path = folder / MANIFEST_NAME
     try:
+        if path.exists() and not path.is_file():
+            raise LoadError(f"{path} cannot be read: it is {kind_of(path.stat())}, not a file; {AGAIN}")
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise LoadError(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -80,6 +81,10 @@ MALFORMED: list[tuple[str, Callable[[Path], object]]] = [
     (r"would have a header of 7\d+ bytes", lambda p: p.write_bytes(b"PK\3\4abcdefgh" * 4)),
     (r"header is not valid JSON", lambda p: _write(p, b"{nope")),
     (r"header is not valid JSON", lambda p: _write(p, b"\xff\xfe{}")),
+    (r"header is not valid JSON", lambda p: _write(p, json.dumps(GOOD).encode("utf-16"), b"x" * 12)),
+    (r"__metadata__ is no JSON object of texts", lambda p: _write(p, {"__metadata__": [1]})),
+    (r"__metadata__ is no JSON object of texts", lambda p: _write(p, {"__metadata__": {"a": 1}})),
+    (r"cannot be read: it is a pipe, not a file", lambda p: os.mkfifo(p)),
     (r"a stands there twice", lambda p: _write(p, b'{"a": 1, "a": 2}')),
     (r"header is a JSON list", lambda p: _write(p, [])),
     (r"3 bytes after the last tensor belong to none", lambda p: _write(p, GOOD, b"x" * 15)),
@@ -166,11 +171,26 @@ def test_a_wrong_index_is_refused(tmp_path: Path, weight_map: Any, message: str)
         Checkpoint(_indexed(tmp_path, weight_map))
 
 
+def test_an_index_that_is_nested_too_deep_is_refused(tmp_path: Path) -> None:
+    index = _indexed(tmp_path, {"a": "1.safetensors"}) / INDEX_NAME
+    index.write_text("[" * 200_000)
+    with pytest.raises(LoadError, match="is not an index"):
+        Checkpoint(index)
+
+
 def test_where_there_is_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(LoadError, match="there is no such file or folder"):
         Checkpoint(tmp_path / "nowhere")
     with pytest.raises(LoadError, match=r"it holds neither model\.safetensors nor"):
         Checkpoint(tmp_path)
+    with pytest.raises(LoadError, match="it cannot be looked at"):
+        Checkpoint(tmp_path / ("x" * 5000))
+    os.mkfifo(tmp_path / "x.safetensors")
+    with pytest.raises(LoadError, match=r"no checkpoint at .*x\.safetensors: it is a pipe"):
+        Checkpoint(tmp_path / "x.safetensors")
+    with pytest.raises(LoadError, match="it is a pipe, not a file"):  # and is not waited for
+        Checkpoint(tmp_path)
+    (tmp_path / "x.safetensors").unlink()
     for name in ("x", "y"):
         _write(tmp_path / f"{name}.safetensors", {})
     with pytest.raises(LoadError, match=r"it holds 2 safetensors files and no model\.safetensors\.index\.json"):

@@ -87,6 +87,8 @@ def test_what_a_path_means(tmp_path: Path) -> None:
         assert find_shards(path) == ShardFolder(tmp_path / "s", manifest)
     (tmp_path / "model").mkdir()
     write_safetensors(tmp_path / "model" / "model.safetensors", (), ())
+    with pytest.raises(LoadError, match="it cannot be looked at"):
+        find_shards(tmp_path / ("x" * 5000))
     for other in ("model", "model/model.safetensors", "none", f"none/{MANIFEST_NAME}", "."):
         assert find_shards(tmp_path / other) is None
     with pytest.raises(LoadError, match=rf"the shard file of one rank: give its folder, {tmp_path / 's'},"):
@@ -153,6 +155,11 @@ def test_a_manifest_that_is_none_is_refused(tmp_path: Path) -> None:
         (tmp_path / MANIFEST_NAME).write_bytes(data[:size])
         with pytest.raises(LoadError, match="is damaged"):
             read_manifest(tmp_path)
+    (tmp_path / MANIFEST_NAME).unlink()
+    os.mkfifo(tmp_path / MANIFEST_NAME)
+    with pytest.raises(LoadError, match="it is a pipe, not a file; copy the folder again"):  # and is not waited for
+        read_manifest(tmp_path)
+    (tmp_path / MANIFEST_NAME).unlink()
     for text, found in (("[]", "list"), ('{"format": "graphshard-shards-9"}', "graphshard-shards-9"), ("{}", "None")):
         (tmp_path / MANIFEST_NAME).write_text(text)
         with pytest.raises(LoadError, match=f"has format '?{found}'?, this version reads graphshard-shards-1"):
