@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from graphshard.comm.group import Group
 from graphshard.core.errors import DeviceError
+from graphshard.core.patterns import patterns_of
 from graphshard.core.specs import StepShape
 from graphshard.device import Device, open_device
 from graphshard.load.recipe import Recipes
@@ -37,7 +38,7 @@ def compile(  # the field's verb, as in torch.compile; always used as graphshard
     *,
     checkpoint: str | Path | Mapping[str, Tensor],
     recipes: Recipes | None = None,
-    ignore: Sequence[str] = (),
+    ignore: str | Sequence[str] = (),
     on_load: OnLoad | None = None,
     plan: PlanChoice = "auto",
     capture_sizes: Sequence[int | tuple[int, int]] = (1,),
@@ -72,7 +73,8 @@ def compile(  # the field's verb, as in torch.compile; always used as graphshard
     Raises:
         SpecError, ProgramError, LoadError, CommError, DeviceError: see each class; on every rank alike.
     """
-    limits, device = limits_of(timeout_s, hooks, progress), _opened(device, group)
+    limits, ignore = limits_of(timeout_s, hooks, progress), patterns_of("ignore", ignore)
+    device = _opened(device, group)
     shapes = [StepShape(*size) if isinstance(size, tuple) else StepShape(size) for size in capture_sizes]
     with agree_on_device(group, device) as agreed:
         shards = open_shards(group, checkpoint, model.spec)
@@ -141,8 +143,8 @@ def prepare(
     *,
     layers: str | None = None,
     order: Sequence[int] | None = None,
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
+    include: str | Sequence[str] = (),
+    exclude: str | Sequence[str] = (),
     min_shard_bytes: int = DEFAULT_MIN_SHARD_BYTES,
     row_multiple: int | Mapping[str, int] = 1,
     blocks: Mapping[str, Blocks] | None = None,
@@ -176,8 +178,9 @@ def prepare(
     Raises:
         SpecError: on all ranks, before the module is changed.
     """
+    chosen = (patterns_of("include", include), patterns_of("exclude", exclude))
     named = (dict(blocks or {}), dict(follow or {}))
-    rules = RowRules(tuple(include), tuple(exclude), min_shard_bytes, row_multiple, *named)
+    rules = RowRules(*chosen, min_shard_bytes, row_multiple, *named)
     device = _attachable(_opened(device, group))
     limits_of(load_timeout_s, None, False)  # refuses what is no time to wait
     return prepare_module(module, group, device, layers=layers, order=order, rules=rules, load_timeout_s=load_timeout_s)

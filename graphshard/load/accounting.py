@@ -7,24 +7,31 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from fnmatch import fnmatchcase
 
 from graphshard.core.counts import some_of
 from graphshard.core.errors import LoadError
+from graphshard.core.patterns import matches
 from graphshard.core.specs import WeightSpec
 from graphshard.load.store import TensorEntry
 
 _MOST_LINES = 40  # of one kind of fault
 _MOST_NEAR = 8  # missing names for which near ones are looked up: that takes time where there are many names
 _MOST_CANDIDATES = 2000
+_RIGHT_CHECKPOINT = "Give the checkpoint of this model's configuration, or recipes that make its weights of its tensors"
 
 
 class Accounting:
     """What was found wrong between a model and the tensors of `where`, by kind."""
 
-    def __init__(self, where: str) -> None:
-        """`where`: what the error calls the place of the tensors."""
-        self._where = where
+    def __init__(self, where: str, way_out: str = _RIGHT_CHECKPOINT, ignore: str = "ignore=") -> None:
+        """Nothing is wrong yet.
+
+        Args:
+            where: what the error calls the place of the tensors.
+            way_out: what it says to do where something but names that nobody asked for is wrong.
+            ignore: how names that nobody asks for are let in.
+        """
+        self._where, self._way_out, self._ignore = where, way_out, ignore
         self._found: dict[str, list[str]] = {}
 
     def names(self, held: Collection[str], needed: Collection[str], ignore: Sequence[str] = ()) -> None:
@@ -40,7 +47,7 @@ class Accounting:
             hint = f"near it are {', '.join(near)}" if near else f"none of {len(held)} names is near"
             self.note("missing", f"{name}: {hint}" if i < _MOST_NEAR else name)
         for name in extra:
-            if not any(fnmatchcase(name, pattern) for pattern in ignore):
+            if not matches(name, ignore):
                 self.note("not asked for", name)
 
     def weight(self, spec: WeightSpec, found: TensorEntry | WeightSpec) -> None:
@@ -49,6 +56,12 @@ class Accounting:
         if asked != has:
             what = "another dtype" if spec.dtype != found.dtype else "another shape"
             self.note(what, f"{spec.name} is {has}, the model asks for {asked}")
+
+    def recipes(self, given: Iterable[str], weights: Collection[str]) -> None:
+        """Note recipes that are `given` for none of `weights`."""
+        for name in given:
+            if name not in weights:
+                self.note("recipe", f"{name}: the model has no weight of this name{_near_hint(name, weights)}")
 
     def twice(self, name: str) -> None:
         """Note a tensor that was given twice."""
@@ -69,31 +82,30 @@ class Accounting:
             lines += [f"  {kind.ljust(width)}  {line}" for line in found[:_MOST_LINES]]
             if len(found) > _MOST_LINES:
                 lines.append(f"  {kind.ljust(width)}  and {len(found) - _MOST_LINES} more")
-        raise LoadError("\n".join(lines + _ways_out(self._found)))
+        raise LoadError("\n".join(lines + self._ways_out()))
+
+    def _ways_out(self) -> list[str]:
+        lines = [self._way_out] if set(self._found) - {"not asked for"} else []
+        if "not asked for" in self._found:
+            # a name that nobody asked for may be the one that is missing, misspelt: no example then
+            first = "..." if "missing" in self._found else self._found["not asked for"][0]
+            lines.append(
+                f'What may be left out is named: {self._ignore}("{first}",) takes names and patterns; '
+                "a tied head that is stored as well and rotary inv_freq are such"
+            )
+        return lines
 
 
 def check_unknown(what: str, given: Iterable[str], known: Mapping[str, object]) -> None:
     """LoadError if one of `given`, which `what` names, is not among `known`."""
     unknown = sorted(set(given) - set(known))
     if unknown:
-        near = _near(unknown[0], list(known))
-        hint = f"; near {unknown[0]} are {', '.join(near)}" if near else ""
-        raise LoadError(f"{what}: the model has no weight {some_of(unknown)}{hint}")
+        raise LoadError(f"{what}: the model has no weight {some_of(unknown)}{_near_hint(unknown[0], known)}")
 
 
-def _ways_out(found: Mapping[str, Sequence[str]]) -> list[str]:
-    lines = []
-    if set(found) - {"not asked for"}:
-        lines.append(
-            "Give the checkpoint of this model's configuration, or recipes that make its weights of its tensors"
-        )
-    if "not asked for" in found:
-        first = found["not asked for"][0]
-        lines.append(
-            f'What may be left out is named: ignore=("{first}", ...) takes names and patterns; '
-            "a tied head that is stored as well and rotary inv_freq are such"
-        )
-    return lines
+def _near_hint(name: str, known: Iterable[str]) -> str:
+    near = _near(name, list(known))
+    return f"; near {name} are {', '.join(near)}" if near else ""
 
 
 def _kind(dtype: str, shape: Sequence[int], strides: Sequence[int] | None) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from graphshard.core.errors import SpecError
+from graphshard.core.patterns import patterns_of
 from graphshard.core.plan import Executor, HeadPolicy, Transport, Unit
 from graphshard.core.sizes import parse_bytes
 from graphshard.core.specs import StepShape
@@ -36,9 +37,9 @@ class PlanOptions:
     """Of captured graphs on the host."""
     step_shapes: Sequence[StepShape | int] = (1,)
     """What will be captured; an int b is `StepShape(b, 1)`."""
-    include: Sequence[str] = ()
+    include: str | Sequence[str] = ()
     """Patterns of weights to shard, wherever they are read and however small; all others stay resident."""
-    exclude: Sequence[str] = ()
+    exclude: str | Sequence[str] = ()
     """Patterns of weights that stay resident."""
     min_shard_bytes: int | Literal["auto"] = AUTO
     """Smaller weights stay resident. `auto`: 64 KiB; for a model with rules of its own (`ModelSpec.kept`), none."""
@@ -76,8 +77,8 @@ class PlanOptions:
         for name in ("outside_layers", "replicated"):
             if not isinstance(getattr(self, name), bool):
                 raise SpecError(f"{name} is {getattr(self, name)!r}; it is True or False")
-        object.__setattr__(self, "include", _patterns("include", self.include))
-        object.__setattr__(self, "exclude", _patterns("exclude", self.exclude))
+        object.__setattr__(self, "include", patterns_of("include", self.include))
+        object.__setattr__(self, "exclude", patterns_of("exclude", self.exclude))
         object.__setattr__(self, "step_shapes", capture_shapes(self.step_shapes))
         if self.memory_limit is not None:
             _check_at_least("memory_limit_bytes", self.memory_limit, 0)
@@ -132,16 +133,6 @@ def capture_shapes(step_shapes: Sequence[StepShape | int]) -> tuple[StepShape, .
     if not step_shapes:
         raise SpecError("no step shape to capture: name at least one batch size, as in capture_sizes=[1]")
     return tuple(sorted({shape if isinstance(shape, StepShape) else StepShape(shape) for shape in step_shapes}))
-
-
-def _patterns(what: str, patterns: Sequence[str]) -> tuple[str, ...]:
-    """`patterns` as a tuple; a text is one pattern, not its letters."""
-    if isinstance(patterns, str):
-        return (patterns,)
-    found = tuple(patterns) if isinstance(patterns, Iterable) else (patterns,)
-    if not all(isinstance(one, str) for one in found):
-        raise SpecError(f"{what} is {patterns!r}; it is a sequence of patterns, as in ['*.mlp.*']")
-    return found
 
 
 def _check_alignment(value: object) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from graphshard.core.errors import SpecError
+from graphshard.core.patterns import first_match
 from graphshard.core.plan import Unit, WeightDecision
 from graphshard.core.sizes import format_bytes, parse_bytes
 from graphshard.core.specs import ModelSpec, WeightSpec
@@ -159,11 +160,11 @@ class _Reading:
             return "has no bytes"
         if not self.readers[name]:
             return "no segment reads it"
-        excluded = _first_match(name, rules.exclude)
+        excluded = first_match(name, rules.exclude)
         if excluded:
             return f"excluded by {excluded}"
         if rules.include:
-            return "" if _first_match(name, rules.include) else "no include pattern names it"
+            return "" if first_match(name, rules.include) else "no include pattern names it"
         if name in self.why_kept:
             return self.why_kept[name]
         layers = self.layers(name)
@@ -208,10 +209,6 @@ def _group(reading: _Reading, weights: Sequence[WeightSpec], cap: float) -> tupl
 def _unit_name(part: Sequence[WeightSpec]) -> str:
     first, last = part[0].name, part[-1].name
     return first if len(part) == 1 else f"{first}..{last}"
-
-
-def _first_match(name: str, patterns: Sequence[str]) -> str:
-    return next((pattern for pattern in patterns if fnmatchcase(name, pattern)), "")
 
 
 def _check_patterns(model: ModelSpec, rules: UnitRules) -> None:

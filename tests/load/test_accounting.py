@@ -44,9 +44,27 @@ def test_all_of_it_is_told_at_once() -> None:
         "  another dtype  layers.1.v_proj.weight is float16[8], the model asks for bfloat16[8]",
         "  given twice    layers.1.v_proj.weight",
         "Give the checkpoint of this model's configuration, or recipes that make its weights of its tensors",
-        'What may be left out is named: ignore=("layers.0.q_projection.weight", ...) takes names and patterns; '
+        'What may be left out is named: ignore=("...",) takes names and patterns; '
         "a tied head that is stored as well and rotary inv_freq are such",
     ]
+
+
+def test_the_way_out_is_the_callers() -> None:
+    accounting = Accounting("the tensors given", "Give all of them", "Runtime.ignore = ")
+    accounting.names(["a", "stray"], ["a"])
+    assert refusal(accounting).splitlines()[2:] == [
+        'What may be left out is named: Runtime.ignore = ("stray",) takes names and patterns; '
+        "a tied head that is stored as well and rotary inv_freq are such"
+    ]
+    accounting.names(["a"], ["a", "b"])
+    assert refusal(accounting).splitlines()[-2] == "Give all of them"
+
+
+def test_recipes_of_no_weight_are_told_with_near_names() -> None:
+    accounting = Accounting("somewhere")
+    accounting.recipes(["layers.0.qkv", "layers.9.qvk"], ["layers.0.qkv", "layers.9.qkv"])
+    said = "  recipe  layers.9.qvk: the model has no weight of this name; near layers.9.qvk are layers.9.qkv"
+    assert said in refusal(accounting)
 
 
 def test_strides_count() -> None:

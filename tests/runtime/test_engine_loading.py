@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -174,6 +175,10 @@ WRONG: dict[str, tuple[Any, str]] = {
     ),
     "no bytes": (lambda p, t: p.load(QKV, t[QKV].to("meta")), r"bfloat16\[21, 8\] on meta"),
     "shard id": (lambda p, t: p.load(QKV, t[QKV], "gate"), r"has no part 'gate'; known: 'q', 'k', 'v'"),
+    "shard id of no kind": (lambda p, t: p.load(QKV, t[QKV], ["q"]), r"has no part \['q'\]; known: 'q', 'k', 'v'"),
+    "no tensor": (lambda p, t: p.load(QKV, t[QKV].tolist()), r"qkv\.weight was given list: give a plain tensor"),
+    "sparse": (lambda p, t: p.load("table", t["table"].to_sparse()), r"weight table was given .*sparse_coo: give"),
+    "no name": (lambda p, t: p.load(None, t[QKV]), r"nothing is called None among 12"),
     "no parts": (
         lambda p, t: p.load("layers.1.out.weight", t[QKV], 0),
         r"1\.out\.weight has no part 0; known: none",
@@ -220,7 +225,28 @@ def swallowing_rank(group: Group) -> None:
 def test_a_loader_error_that_was_swallowed_on_one_rank_is_raised_by_finalize_on_all() -> None:
     for outcome in try_on_ranks(swallowing_rank, 3):
         assert outcome.error_type == "LoadError", outcome
-        assert re.search(r"finalize failed on rank 1: weight layers\.0\.qkv\.weight is bfloat16", outcome.error)
+        expected = r"finalize failed on rank 1: weight layers\.0\.qkv\.weight is bfloat16.*: make the module anew"
+        assert re.search(expected, outcome.error), outcome
+
+
+def test_whatever_a_loader_raised_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared, tensors = alone()
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError):
+        patched.setattr(torch.Tensor, "copy_", Mock(side_effect=RuntimeError("no such copy (a test)")))
+        prepared.load(QKV, tensors[QKV])
+    load_all(prepared, tensors, PARTS)
+    with pytest.raises(LoadError, match=r"RuntimeError\('no such copy \(a test\)'\)\. A load failed"):
+        prepared.finalize()
+
+
+def test_a_module_of_the_meta_device_may_be_made_in_inference_mode() -> None:
+    with torch.inference_mode():
+        prepared, tensors = alone()
+        load_all(prepared, tensors, PARTS)
+    assert prepared.rows
+    with prepared.finalize() as attached, torch.inference_mode():
+        prepared.module(torch.ones(1, WIDTH))
+        assert torch.equal(attached.whole_weight(QKV), tensors[QKV])
 
 
 def incomplete_rank(group: Group, leave_out: str, part: str) -> None:
@@ -272,6 +298,8 @@ UNFIT: dict[str, tuple[dict[str, Any], str]] = {
     "no match": ({"blocks": {"*.kqv.*": [1]}}, r"blocks: pattern '\*\.kqv\.\*' matches none of the 11 parameters"),
     "include": ({"include": ["*.kqv.*"]}, r"kqv"),
     "multiple": ({"row_multiple": 0}, r"row_multiple 0 for \* is refused"),
+    "no multiple": ({"row_multiple": 1.5}, r"row_multiple 1\.5 for \* is refused"),
+    "no blocks": ({"blocks": {"*.qkv.weight": 21}}, r"blocks 21 of weight layers\.0\.qkv\.weight are refused"),
     "follower's rows": (
         {"follow": {"*.qkv.bias": 2}, "row_multiple": 2},
         r"bias is \[21\]: with a row for each 2 .*11",

@@ -203,6 +203,17 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Tensor]], Any], dict[str, Any], str
     "a pattern that matches nothing": (lambda tensors: tensors, {"only": "layers.*"}, "only='layers.*' matches no"),
     "nothing left": (lambda tensors: {}, {"only": "qkv", "keep": "qkv"}, "leave nothing to update"),
     "no tensor": (lambda tensors: [("q", None)], {}, "'q': NoneType was given; give pairs of a name and a tensor"),
+    "tensors without names": (
+        lambda tensors: list(tensors.values()),
+        {},
+        "Tensor was given; give pairs of a name and a tensor",
+    ),
+    "a text": (lambda tensors: "model.safetensors", {}, "str was given; give pairs of a name and a tensor"),
+    "some weights, and not said which": (
+        lambda tensors: {"plain": tensors["plain"]},
+        {},
+        "or name the weights that come: only=(...) takes names",
+    ),
 }
 
 

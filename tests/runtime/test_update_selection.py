@@ -60,7 +60,7 @@ def test_patterns() -> None:
         ("c.*", (), r"only='c\.\*' matches no weight; known: a\.weight, "),
         (None, ["c"], "keep='c' matches no weight"),
         ("a.*", "a.*", "leave nothing to update"),
-        ([1], (), "only=1 is no pattern"),
+        ([1], (), r"only is \[1\]; it is a sequence of patterns"),
     ):
         with pytest.raises(SpecError, match=words):
             select(BLOCK_FP8, {}, only, keep)  # type: ignore[arg-type]

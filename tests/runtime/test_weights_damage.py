@@ -112,7 +112,7 @@ DAMAGES: list[tuple[Callable[[Path], None], list[str]]] = [
     (_overlapping, [f"tensor {SECOND} at byte", "overlaps the tensor before it"]),
     (_with(bytes__0__w0=None), ["1 tensor of", f"missing  {FIRST}: near it are"]),
     (_with(bytes__0__w0=None, bytes__0__w1=BYTES), [f"missing        {FIRST}: near it are bytes.0.w1", "ignore=("]),
-    (_with(lm_head__weight=BYTES), ["not asked for  lm_head.weight", 'ignore=("lm_head.weight", ...)']),
+    (_with(lm_head__weight=BYTES), ["not asked for  lm_head.weight", 'ignore=("lm_head.weight",)']),
     (_with(bytes__0__w0=BYTES.view(torch.int8)), [f"another dtype  {FIRST} is int8[5000], the model asks for uint8["]),
     (_with(bytes__0__w0=BYTES[:-1]), [f"another shape  {FIRST} is uint8[4999]"]),
     (
@@ -157,6 +157,10 @@ def test_damage_is_the_same_error_everywhere_before_a_byte_is_reserved(
     assert str(tmp_path / str(damaged[0])) in error and reserved == [] and open_files(tmp_path) == []
 
 
+def _compile_ignoring(group: Group, folder: str, ignore: str) -> None:
+    compile_bytes(group, MODEL, checkpoint=Path(folder) / str(group.rank), ignore=ignore, capture_sizes=()).close()
+
+
 def test_what_is_allowed_may_be_there(tmp_path: Path) -> None:
     for rank in range(2):
         _with(lm_head__weight=BYTES, layers__0__rotary__inv_freq=BYTES)(tmp_path / str(rank))
@@ -166,6 +170,10 @@ def test_what_is_allowed_may_be_there(tmp_path: Path) -> None:
         compile_bytes(group, MODEL, checkpoint=folder, ignore=ignore, capture_sizes=()).close()
 
     assert [outcome.error for outcome in try_on_ranks(rank_of, 2, "lm_head.weight", "*.inv_freq")] == ["", ""]
+    for outcome in try_on_ranks(_compile_ignoring, 2, str(tmp_path), "*"):  # a text is a pattern, not its letters
+        assert outcome.error == ""
+    for outcome in try_on_ranks(_compile_ignoring, 2, str(tmp_path), "lm_head.*"):  # `*` among them
+        assert "1 tensor of" in outcome.error and "not asked for  layers.0.rotary.inv_freq" in outcome.error
     for outcome in try_on_ranks(rank_of, 2, "lm_head.weight"):
         assert "1 tensor of" in outcome.error and "not asked for  layers.0.rotary.inv_freq" in outcome.error
 

@@ -18,6 +18,7 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from graphshard.core.errors import SpecError
+from graphshard.core.patterns import first_match
 from graphshard.core.sizes import format_bytes
 from graphshard.core.specs import WeightSpec
 from graphshard.cost.deployment import Deployment
@@ -49,10 +50,10 @@ def decide(part: Part, weight: WeightSpec, deployment: Deployment) -> Decision:
     """
     ranks = deployment.world_size
     differs = why_different(part, deployment)
-    excluded = _match(weight.name, deployment.exclude)
+    excluded = first_match(weight.name, deployment.exclude)
     if excluded:
         return Decision(False, f"excluded by {excluded}")
-    included = _match(weight.name, deployment.include)
+    included = first_match(weight.name, deployment.include)
     if included and differs and ranks > 1:
         raise SpecError(f"include pattern {included!r} names {weight.name}, which ranks do not hold alike: {differs}")
     if ranks == 1:
@@ -101,7 +102,3 @@ def _why_equal(part: Part, deployment: Deployment) -> str:
         "routed_expert": "experts are not spread (ep 1)",
     }[part.role]
     return f"{whose}: all {ranks} ranks hold it whole"
-
-
-def _match(name: str, patterns: Sequence[str]) -> str:
-    return next((pattern for pattern in patterns if fnmatchcase(name, pattern)), "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from graphshard.core.counts import counted
 from graphshard.core.sizes import format_bytes
 from graphshard.runtime.update.selection import Selection
 from graphshard.runtime.update.staging import Staging
@@ -36,8 +37,9 @@ class UpdateReport:
 
     def text(self) -> str:
         """`epoch 4: 12 weights of 14 tensors ...`, one line."""
+        made = f"{counted(len(self.updated), 'weight')} of {counted(self.num_tensors, 'tensor')}"
         return (
-            f"epoch {self.epoch}: {len(self.updated)} weights of {self.num_tensors} tensors, {len(self.kept)} kept; "
+            f"epoch {self.epoch}: {made}, {len(self.kept)} kept; "
             f"staged {format_bytes(self.staged_bytes)}, at most {format_bytes(self.peak_bytes)} at one time, "
             f"in {self.seconds.get('staging', 0.0):.2f} s beside steps; paused {self.pause_s:.3f} s\n"
         )

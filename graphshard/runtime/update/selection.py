@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 
 from graphshard.core.counts import some_of
 from graphshard.core.errors import SpecError
+from graphshard.core.patterns import matches, patterns_of
 from graphshard.load.recipe import Recipes, reads_of, recipe_for
 
 _SUFFIXES = ("_scale_inv", "_scale_2", "_scales", "_scale", "_blocks", "_packed", "_zero_point", "_zeros")
@@ -39,14 +40,14 @@ def select(
         SpecError: a pattern matches no weight, or `only` leaves out a weight that belongs to one it takes (its scale,
             or another weight made of the same tensor) and `keep` does not name.
     """
-    wanted = ("*",) if only is None else _patterns("only", only)
-    declared = _patterns("keep", keep)
+    wanted = ("*",) if only is None else patterns_of("only", only)
+    declared = patterns_of("keep", keep)
     for what, patterns in (("only", () if only is None else wanted), ("keep", declared)):
         for pattern in patterns:
             if not any(fnmatchcase(name, pattern) for name in weights):
                 raise SpecError(f"{what}={pattern!r} matches no weight; known: {some_of(list(weights))}")
-    kept = {name for name in weights if _matches(name, declared)}
-    updated = [name for name in weights if _matches(name, wanted) and name not in kept]
+    kept = {name for name in weights if matches(name, declared)}
+    updated = [name for name in weights if matches(name, wanted) and name not in kept]
     if not updated and len(kept) < len(weights):
         raise SpecError(f"only={list(wanted)} and keep={list(declared)} leave nothing to update")
     _refuse_split(weights, recipes, set(updated), kept)
@@ -94,15 +95,3 @@ def _refuse_split(weights: Sequence[str], recipes: Recipes, updated: set[str], k
                 f"only takes {inside[0]} and leaves out {some_of(outside)}, which belongs to it: update both, or "
                 f"declare that it keeps its bytes, keep=({outside[0]!r},)"
             )
-
-
-def _patterns(what: str, given: str | Iterable[str]) -> tuple[str, ...]:
-    patterns = (given,) if isinstance(given, str) else tuple(given)
-    wrong = [pattern for pattern in patterns if not isinstance(pattern, str)]
-    if wrong:
-        raise SpecError(f"{what}={wrong[0]!r} is no pattern: give names of weights, in which * stands for anything")
-    return patterns
-
-
-def _matches(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)

@@ -15,6 +15,7 @@ from torch import Tensor
 from graphshard.comm.checksums import checksum_of_pieces
 from graphshard.comm.group import LocalGroup
 from graphshard.core.errors import LoadError
+from graphshard.core.patterns import patterns_of
 from graphshard.core.specs import ModelSpec, WeightSpec
 from graphshard.load.accounting import Accounting
 from graphshard.load.recipe import Read, Recipes, reads_of, recipe_for
@@ -27,6 +28,11 @@ from graphshard.runtime.weights.tensor_store import TensorsInHand
 
 _STRIPE_BYTES = 1 << 20
 """What is hashed at a time: it stays in the cache."""
+
+_WAY_OUT = (
+    "Give every tensor of all weights as a checkpoint has them, or name the weights that come: only=(...) takes names "
+    "and patterns. Runtime.recipes make weights of other tensors"
+)
 
 
 class StagedPiece(NamedTuple):
@@ -43,13 +49,13 @@ class Staging:
         self,
         specs: Mapping[str, WeightSpec],
         recipes: Recipes,
-        ignore: Sequence[str],
+        ignore: str | Sequence[str],
         selection: Selection,
         places: Mapping[str, Sequence[Place]],
         on_tensor: Callable[[], None],
     ) -> None:
         """`places`: by weight, where this rank keeps which of its bytes. `on_tensor` is called after each tensor."""
-        self._specs, self._recipes, self._ignore, self._places = specs, recipes, tuple(ignore), places
+        self._specs, self._recipes, self._ignore, self._places = specs, recipes, patterns_of("ignore", ignore), places
         self._selection, self._on_tensor = selection, on_tensor
         self._due: dict[str, set[str]] = {
             weight: set(reads_of(recipe_for(recipes, weight))) for weight in selection.updated
@@ -61,7 +67,7 @@ class Staging:
                 self._readers.setdefault(name, []).append(weight)
         self._entries: dict[str, TensorEntry] = {}
         self._waiting: dict[str, Tensor] = {}
-        self._accounting = Accounting("the tensors given")
+        self._accounting = Accounting("the tensors given", _WAY_OUT, "Runtime.ignore = ")
         self._alone = LocalGroup(1)[0]
         self.pieces: list[StagedPiece] = []
         self.checksums: dict[str, int] = {}
@@ -75,9 +81,7 @@ class Staging:
             LoadError: all that is missing, unknown, given twice, or of another dtype or shape, in one message.
         """
         given: list[str] = []
-        for name, tensor in tensors:
-            if not isinstance(name, str) or not isinstance(tensor, Tensor):
-                raise LoadError(f"{name!r}: {type(tensor).__name__} was given; give pairs of a name and a tensor")
+        for name, tensor in map(_pair, tensors):
             if name in self.checksums:
                 self._accounting.twice(name)
                 continue
@@ -135,6 +139,17 @@ class Staging:
             found = WeightSpec(spec.name, shape, dtype)
         self._accounting.weight(spec, found)
         return (spec.dtype, spec.shape, spec.strides) == (found.dtype, found.shape, found.strides)
+
+
+def _pair(given: object) -> tuple[str, Tensor]:
+    match given:
+        case (str() as name, Tensor() as tensor):
+            return name, tensor
+        case (str() as name, other):
+            what = f"{name!r}: {type(other).__name__}"
+        case _:
+            what = type(given).__name__
+    raise LoadError(f"{what} was given; give pairs of a name and a tensor")
 
 
 def _stripes(store: TensorsInHand, name: str) -> Iterable[memoryview]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -96,8 +96,8 @@ class Updating(Stepping):
     group: Group
     recipes: Recipes = MappingProxyType({})
     """How weights are made of a checkpoint's tensors, at each update as at load; of a module's, may be set."""
-    ignore: tuple[str, ...] = ()
-    """Patterns of tensors that no weight is made of, and that may come nevertheless."""
+    ignore: str | Sequence[str] = ()
+    """Patterns of tensors that no weight is made of, and that may come nevertheless; may be set."""
     outside = Outside()
     """What an attached module has beside."""
     observer: StepObserver | None

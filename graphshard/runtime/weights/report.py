@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from graphshard.core.counts import some_of
+from graphshard.core.counts import counted, some_of
 from graphshard.core.sizes import format_bytes
 
 
@@ -57,4 +57,4 @@ class LoadReport:
 
 def _way_line(way: str, weights: Sequence[LoadedWeight]) -> str:
     total = format_bytes(sum(weight.num_bytes for weight in weights))
-    return f"  {way}: {len(weights)} weights, {total} ({some_of([weight.name for weight in weights], 3)})"
+    return f"  {way}: {counted(len(weights), 'weight')}, {total} ({some_of([weight.name for weight in weights], 3)})"
