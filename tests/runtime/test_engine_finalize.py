@@ -217,40 +217,6 @@ def test_a_replicated_plan_makes_every_weight_whole_and_resident() -> None:
     assert run_on_ranks(rank, 3) == [True] * 3
 
 
-# --- amax over all ranks' rows ---
-
-
-def amax_rank(group: Group) -> list[Any]:
-    prepared = loaded(group)
-    rows, tensor = prepared.rows["layers.0.qkv.weight"], checkpoint_of(server_model(PARTS, WIDTH, "cpu"))
-    whole = tensor["layers.0.qkv.weight"].float().abs()
-    amax = prepared.combined_amax("layers.0.qkv.weight")
-    by_part = [float(prepared.combined_amax("layers.0.qkv.weight", shard_id=part)) for part in "qkv"]
-    channel = prepared.combined_amax("layers.0.qkv.weight", per="channel")
-    return [
-        amax.shape == (1,) and float(amax) == float(whole.max()),
-        by_part == [float(part.max()) for part in whole.split(PARTS)],
-        torch.equal(channel, whole.amax(dim=1)[slice(*rows)]),
-    ]
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 8])
-def test_amax_of_rows_is_that_of_the_whole_and_of_each_part(world_size: int) -> None:
-    assert run_on_ranks(amax_rank, world_size) == [[True] * 3] * world_size
-
-
-def bad_amax_rank(group: Group) -> None:
-    prepared = loaded(group)
-    if group.rank == 1:
-        qkv(prepared).weight.data[0, 0] = float("nan")
-    prepared.combined_amax("layers.0.qkv.weight")
-
-
-def test_a_nan_in_one_ranks_rows_is_everybodys_error() -> None:
-    for outcome in try_on_ranks(bad_amax_rank, 2):
-        assert outcome.error_type == "LoadError" and re.search(r"rank 1: weight layers\.0\.qkv\.weight", outcome.error)
-
-
 # --- failures in the middle ---
 
 

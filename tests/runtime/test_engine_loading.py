@@ -56,7 +56,7 @@ def test_a_weight_shows_its_full_shape_until_all_its_parts_are_there_then_the_ro
 
 
 def test_what_stays_whole_is_loaded_whole_and_merged_ones_by_parts() -> None:
-    prepared, tensors = alone(exclude=["*.bias"], min_shard_bytes=0)
+    prepared, tensors = alone(exclude="*.bias", min_shard_bytes=0)
     load_all(prepared, tensors, PARTS)
     bias = prepared.module.get_parameter("layers.0.qkv.bias")
     assert torch.equal(bias, tensors["layers.0.qkv.bias"]) and "layers.0.qkv.bias" not in prepared.rows

@@ -195,7 +195,7 @@ def _why_kept(name: str, parameter: nn.Parameter, meta_allowed: bool) -> str:
         return f"is quantised ({parameter.dtype}): only plain bytes are sharded"
     if parameter.layout is not torch.strided:
         return f"has layout {parameter.layout}: only plain bytes are sharded"
-    if parameter.is_inference():
+    if parameter.is_inference() and parameter.device.type != "meta":
         return "was made in inference mode: its memory cannot be exchanged"
     if dtype_name(parameter) not in DTYPE_BITS:
         return f"has dtype {parameter.dtype}, which has no known size"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -16,13 +17,15 @@ from graphshard.runtime.weights.quantize import amax_of_rows
 AmaxPer = Literal["tensor", "channel"]
 
 
-def combined_amax(slice_: RowSlice, per: AmaxPer, shard_id: ShardId | None, group: Group) -> Tensor:
-    """See `Prepared.combined_amax` (collective)."""
-    local = group.agree(f"amax of {slice_.spec.name}", lambda: _local(slice_, per, shard_id))
+def combined_amax(
+    name: str, row_of: Callable[[str], RowSlice], per: AmaxPer, shard_id: ShardId | None, group: Group
+) -> Tensor:
+    """See `Prepared.combined_amax` (collective). `row_of` finds a weight, or raises."""
+    local = group.agree(f"amax of {name}", lambda: _local(row_of(name), per, shard_id))
     if per == "channel":
         return local
     largest = torch.zeros(1) if not local.numel() else local.max().reshape(1)
-    told = group.all_gather(largest.numpy().tobytes(), name=f"amax of {slice_.spec.name}")
+    told = group.all_gather(largest.numpy().tobytes(), name=f"amax of {name}")
     values = [torch.frombuffer(bytearray(value), dtype=torch.float32) for value, _ in told if isinstance(value, bytes)]
     return torch.cat(values).max().reshape(1)
 

@@ -67,6 +67,10 @@ def block_rows(name: str, num_rows: int, blocks: Blocks) -> dict[ShardId, tuple[
     Raises:
         SpecError: the parts are not `num_rows` rows together, or a part's rows are no whole number from 0 on.
     """
+    if not isinstance(blocks, (Mapping, Sequence)):
+        raise SpecError(
+            f"blocks {blocks!r} of weight {name} are refused: give the rows of each part, in a list or by name"
+        )
     sizes: Mapping[ShardId, int] = blocks if isinstance(blocks, Mapping) else dict(enumerate(blocks))
     wrong = [size for size in sizes.values() if not isinstance(size, int) or isinstance(size, bool) or size < 0]
     if wrong or sum(sizes.values()) != num_rows:

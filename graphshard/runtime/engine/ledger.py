@@ -47,7 +47,7 @@ class Ledger:
         """
         first = self._first_names.get(name)
         if first is None:
-            near = get_close_matches(name, self._first_names, n=3) or [some_of(list(self._first_names), 4)]
+            near = get_close_matches(str(name), self._first_names, n=3) or [some_of(list(self._first_names), 4)]
             raise LoadError(
                 f"nothing is called {name!r} among {len(self._first_names)} parameters and buffers; there is "
                 f"{', '.join(near)}. A part of a merged weight is loaded under the weight's name, with its shard id"

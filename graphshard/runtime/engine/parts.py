@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from graphshard.core.errors import LoadError
@@ -48,6 +49,9 @@ class Parts:
             LoadError: an unknown part, one that was loaded, another shape or dtype than it has, or no bytes.
         """
         begin, end = self.rows_of(shard_id)
+        if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
+            found = f"a tensor with layout {tensor.layout}" if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise LoadError(f"{self._called(shard_id)} was given {found}: give a plain tensor")
         shape = (end - begin, *self._shape[1:]) if self._shape else ()
         has_shape = tuple(tensor.shape) == shape or (not tensor.dim() and shape == (1,))
         if not has_shape or dtype_name(tensor) != self._dtype or tensor.device.type == "meta":
@@ -76,7 +80,7 @@ class Parts:
         """The rows of the weight that part `shard_id` is; LoadError if it has none of that name."""
         if shard_id is WHOLE:
             return 0, self._shape[0] if self._shape else 1
-        found = self._blocks.get(shard_id)
+        found = self._blocks.get(shard_id) if isinstance(shard_id, (str, int)) else None
         if found is None:
             known = ", ".join(map(repr, self._blocks)) or "none, it is loaded whole (blocks= declares parts)"
             raise LoadError(f"weight {self.name} has no part {shard_id!r}; known: {known}")

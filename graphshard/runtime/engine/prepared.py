@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from graphshard.comm.group import Group
 from graphshard.comm.rejoin import Newcomer
 from graphshard.core.counts import counted, some_of
-from graphshard.core.errors import GraphshardError, ProgramError, SpecError
+from graphshard.core.errors import GraphshardError, LoadError, ProgramError, SpecError
 from graphshard.core.plan import Plan
 from graphshard.core.sizes import format_bytes
 from graphshard.device.base import Device
@@ -71,7 +71,7 @@ class Prepared:
         unwritten = materialise(module, [stock.spec.parameters[name] for name in stock.rows])
         self._ledger = Ledger(module, stock, unwritten, group.rank, device)
         self._before = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
-        self._failure: GraphshardError | None = None
+        self._failure: Exception | None = None
         self._rows: Mapping[str, RowSlice] = self._ledger.rows
         self._attached: Attached | None = None
         self._is_over = ""
@@ -105,7 +105,7 @@ class Prepared:
             raise ProgramError(f"weight {name} cannot be loaded: {self._is_over}; {_UPDATE}")
         try:
             self._ledger.load(name, tensor, shard_id)
-        except GraphshardError as error:
+        except Exception as error:
             self._failure = self._failure or error
             raise
 
@@ -120,9 +120,10 @@ class Prepared:
 
         Raises:
             LoadError: a value is infinite or NaN, or the weight is not all there; on every rank.
+            SpecError: no weight is kept by rows under this name, or `per` is unknown.
         """
         self._wait_for_loaders()
-        return combined_amax(self._row(name), per, shard_id, self.group)
+        return combined_amax(name, self._row, per, shard_id, self.group)
 
     def finalize(
         self,
@@ -192,7 +193,9 @@ class Prepared:
     def _look(self) -> Standing:
         """What stands in the module, if all of it was loaded. Changes nothing."""
         if self._failure is not None:
-            raise self._failure
+            is_ours = isinstance(self._failure, GraphshardError)
+            kind, told = (type(self._failure), str(self._failure)) if is_ours else (LoadError, repr(self._failure))
+            raise kind(f"{told}. A load failed with this: make the module anew, prepare and load it again")
         self._ledger.refuse_incomplete()
         rank, device = self.group.rank, self._device
         return standing_of(self.module, self._stack, self._ledger.rows, self._before, self._rules, rank, device)

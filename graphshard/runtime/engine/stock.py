@@ -89,7 +89,7 @@ def take_stock(module: nn.Module, stack: LayerStack, rules: RowRules, world_size
     for name, (shape, dtype) in leaders.items():
         if name not in followers:
             multiple = rules.row_multiple
-            every = multiple if isinstance(multiple, int) else first_match(name, multiple) or 1
+            every = (first_match(name, multiple) or 1) if isinstance(multiple, Mapping) else multiple
             blocks = first_match(name, rules.blocks)
             parts = {} if blocks is None else block_rows(name, shape[0], blocks)
             rows[name] = RowSpec(name, shape, dtype, RowCut.of(shape[0], world_size, every), parts)
@@ -148,7 +148,7 @@ def _has_rows(weight: WeightSpec) -> bool:
 
 
 def _check_patterns(names: Sequence[str], rules: RowRules) -> None:
-    multiples = {"*": rules.row_multiple} if isinstance(rules.row_multiple, int) else rules.row_multiple
+    multiples = rules.row_multiple if isinstance(rules.row_multiple, Mapping) else {"*": rules.row_multiple}
     for what, numbers in (("row_multiple", multiples), ("follow", rules.follow)):
         for pattern, number in numbers.items():
             if not isinstance(number, int) or isinstance(number, bool) or number < 1:
