@@ -1,4 +1,4 @@
-"""Dequantising, one function a storage format: what a kernel that reads such weights is held against."""
+"""Dequantising, one function a storage format: what a kernel that reads such weights is held against; and FP8 made."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from graphshard.runtime.weights.formats import (
     dequantize_per_part,
     dequantize_per_tensor,
 )
+from graphshard.runtime.weights.quantize import fp8_scale, quantize_fp8
 
 __all__ = [
     "dequantize_blocks",
@@ -22,4 +23,6 @@ __all__ = [
     "dequantize_per_channel",
     "dequantize_per_part",
     "dequantize_per_tensor",
+    "fp8_scale",
+    "quantize_fp8",
 ]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import graphshard
-from graphshard.runtime.weights.quantize import fp8_scale, quantize_fp8
+from graphshard.formats import fp8_scale, quantize_fp8
 
 ROWS = {"q": 256, "k": 64, "v": 64}
 
