@@ -37,6 +37,21 @@ def test_tied_weights_stay_whole_with_the_reason() -> None:
         assert "layers.1.up.weight" in attached.plan.units[1].weights
 
 
+def test_weights_that_views_see_stay_whole_with_the_reason() -> None:
+    module = random_stack(3)
+    both = torch.randn(3 * WIDTH, WIDTH)
+    module.layers[0].up.weight = nn.Parameter(both[: 2 * WIDTH])  # type: ignore[union-attr, assignment]
+    module.layers[0].register_buffer("gate", both[WIDTH : WIDTH + 1], persistent=False)
+    module.layers[1].up.weight = nn.Parameter(both[2 * WIDTH :].t())  # type: ignore[union-attr, assignment]
+    module.register_buffer("first", module.layers[2].up.weight.data[:1])  # type: ignore[union-attr]
+    module.call = lambda stack, x: stack.layers[0](x)
+    with attach(module, order=[0], check=True) as attached:
+        report = " ".join(attached.report().split())
+        assert "layers.0.up.weight untouched shares its bytes with layers.0.gate" in report
+        assert "layers.2.up.weight untouched tied to first, outside the layers" in report
+        assert "layers.1.up.weight untouched" not in report, "it lies beside them"
+
+
 class Marked(nn.Parameter):
     """What quantisers make of a parameter."""
 

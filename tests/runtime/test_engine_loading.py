@@ -348,3 +348,14 @@ def test_tied_weights_inside_and_outside_the_layers_stay_whole() -> None:
     module.head.weight = nn.Parameter(torch.empty(1, device="meta"))
     prepared = graphshard.prepare(module, LocalGroup(1)[0], min_shard_bytes=1024)
     assert set(prepared.rows) == {"layers.0.down.weight", "layers.1.down.weight"}
+
+
+def test_a_view_of_a_weight_sees_what_is_loaded() -> None:
+    model = server_model(PARTS, WIDTH, "cpu")
+    qkv = model.layers[0].qkv
+    assert isinstance(qkv, nn.Module) and isinstance(qkv.weight, nn.Parameter)
+    qkv.register_buffer("queries", qkv.weight.data[:12], persistent=False)
+    prepared = prepare_server(model, LocalGroup(1)[0], PARTS)
+    tensors = checkpoint_of(server_model(PARTS, WIDTH, "cpu"))
+    load_all(prepared, tensors, PARTS)
+    assert QKV not in prepared.rows and torch.equal(qkv.get_buffer("queries"), tensors[QKV][:12])

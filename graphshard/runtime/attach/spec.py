@@ -116,41 +116,51 @@ class _Parameters:
         ]
         self.first_names: dict[str, nn.Parameter] = {}
         self.names_of: dict[int, list[str]] = {}
-        self._names_at: dict[tuple[int, int], list[str]] = {}
         for name, parameter in module.named_parameters(remove_duplicate=False):
             names = self.names_of.setdefault(id(parameter), [])
             names.append(name)
             if len(names) == 1:
                 self.first_names[name] = parameter
-            if _place(parameter) is not None:
-                self._names_at.setdefault(_place(parameter) or (0, 0), []).append(name)
+        self._sharing = _sharing({**self.first_names, **dict(module.named_buffers())})
 
     def layer_of(self, name: str) -> int | None:
         return next((layer for prefix, layer in self._prefixes if name.startswith(prefix)), None)
 
     def why_shared(self, parameter: nn.Parameter) -> str:
         """The reason for which a parameter with several names, or with another one's bytes, is kept whole."""
-        names = list(self.names_of[id(parameter)])
-        place = _place(parameter)
-        if place is not None:
-            names += [name for name in self._names_at[place] if name not in names]
+        names = self.names_of[id(parameter)]
+        other = self._sharing.get(names[0])
+        names = names if other is None else [*names, other]
         layers = {self.layer_of(name) for name in names}
         if None in layers:
             return f"tied to {next(n for n in names if self.layer_of(n) is None)}, outside the layers"
         if len(layers) > 1:
             return f"shared by layers {' '.join(map(str, sorted(layer for layer in layers if layer is not None)))}"
-        if len(names) > len(self.names_of[id(parameter)]):
-            return f"shares its bytes with {names[-1]}"
-        return ""
+        return "" if other is None else f"shares its bytes with {other}"
 
 
-def _place(parameter: nn.Parameter) -> tuple[int, int] | None:
-    """Where a plain parameter's bytes lie; None if it has none."""
-    if type(parameter) is not nn.Parameter or parameter.device.type == "meta":
+def _sharing(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """For each tensor whose memory overlaps another one's (views, tied ones) the name of one such."""
+    places = sorted((*place, name) for name, tensor in tensors.items() if (place := _place(tensor)) is not None)
+    found: dict[str, str] = {}
+    last_end, last = 0, ""
+    for begin, end, name in places:
+        if begin < last_end:
+            found[name] = last
+            found.setdefault(last, name)
+        if end > last_end:
+            last_end, last = end, name
+    return found
+
+
+def _place(tensor: Tensor) -> tuple[int, int] | None:
+    """The addresses between which a plain tensor's bytes lie; None if it has none."""
+    if type(tensor) not in (nn.Parameter, Tensor) or tensor.device.type == "meta":
         return None
-    if parameter.layout is not torch.strided or not parameter.numel():
+    if tensor.layout is not torch.strided or not tensor.numel():
         return None
-    return parameter.data_ptr(), parameter.numel() * parameter.element_size()
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
 def _refuse_module(module: nn.Module, stack: LayerStack, is_finalized: bool) -> None:
