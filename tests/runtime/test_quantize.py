@@ -146,12 +146,24 @@ WRONG: list[tuple[Callable[[], Tensor], str]] = [
     ),
     (lambda: dequantize_nvfp4(PACKED, GROUPS, torch.ones(2)), r"scales per tensor: 2 were given, 1 needed"),
     (lambda: dequantize_nvfp4(PACKED, GROUPS, torch.ones(1), part_rows=[2, 2]), "scales per part: 1 were given, 2"),
+    (
+        lambda: dequantize_blocks(W, torch.ones(2, 1, dtype=torch.uint8)),
+        r"scales per block are uint8\[2, 1\]: give them",
+    ),
+    (lambda: dequantize_per_tensor(W, torch.tensor(1)), r"scales per tensor are int64\[\]"),
+    (lambda: dequantize_nvfp4(PACKED, GROUPS.view(torch.uint8), torch.ones(1)), "scales NVFP4 are uint8"),
+    (lambda: dequantize_mxfp4(PACKED, torch.ones(4, 2)), r"MXFP4 scales are float32\[4, 2\]: give float8_e8m0fnu"),
+    (lambda: dequantize_int4(PACKED.view(torch.int32), torch.ones(4, 2), 32), r"int32\[4, 8\] is not packed two"),
+    (lambda: dequantize_int4(PACKED, torch.ones(4, 2), 0), "a scale for each 0 of a row"),
+    (lambda: dequantize_blocks(W[None], torch.ones(1, 2)), r"float8_e4m3fn\[1, 192, 64\]: blocks .* from a matrix"),
+    (lambda: dequantize_blocks(W, torch.ones(2, 1), (0, 128)), r"blocks of \(0, 128\) of"),
+    (lambda: dequantize_per_part(W, torch.ones(2), [193, -1]), r"parts of \[193, -1\] rows have 192 together"),
     (lambda: dequantize_int4(PACKED, torch.ones(4, 3), 32), r"int4 scales per 32: \[4, 3\] were given, \[4, 2\] are"),
 ]
 
 
 @pytest.mark.parametrize(("call", "message"), WRONG, ids=[str(i) for i in range(len(WRONG))])
-def test_wrong_numbers_of_scales_are_refused(call: Callable[[], Tensor], message: str) -> None:
+def test_scales_that_do_not_fit_are_refused(call: Callable[[], Tensor], message: str) -> None:
     with pytest.raises(LoadError, match=message):
         call()
 

@@ -1,7 +1,8 @@
 """Dequantising: what each storage format means, as float32. The reference that a kernel's output is held against.
 
 All take weights as they are stored, [n, k] or flat stacks of such rows, and return float32 of the logical shape: one
-product of a value and its scale, in float32. A wrong number of scales is refused, never repeated or cut to fit.
+product of a value and its scale, in float32. A wrong number of scales is refused, never repeated or cut to fit, and so
+are dtypes that stand for something else (bytes that are to be seen as scales, int4 packed into int32).
 
 Merged weights: `part_rows` are the rows of each part, in order, where parts have scales of their own.
 """
@@ -36,7 +37,7 @@ def dequantize_per_tensor(weight: Tensor, scale: Tensor) -> Tensor:
         LoadError: there is another number of scales.
     """
     _check_count("per tensor", scale, 1, weight)
-    return weight.float() * scale.float().reshape(())
+    return weight.float() * _floats("per tensor", scale).reshape(())
 
 
 def dequantize_per_part(weight: Tensor, scales: Tensor, part_rows: Sequence[int]) -> Tensor:
@@ -47,7 +48,7 @@ def dequantize_per_part(weight: Tensor, scales: Tensor, part_rows: Sequence[int]
     """
     _check_parts(weight, part_rows)
     _check_count("per part", scales, len(part_rows), weight)
-    return _by_row(weight.float(), scales.float().reshape(-1).repeat_interleave(_counts(part_rows)))
+    return _by_row(weight.float(), _floats("per part", scales).reshape(-1).repeat_interleave(_counts(part_rows)))
 
 
 def dequantize_per_channel(weight: Tensor, scale: Tensor) -> Tensor:
@@ -57,7 +58,7 @@ def dequantize_per_channel(weight: Tensor, scale: Tensor) -> Tensor:
         LoadError: there is another number of scales.
     """
     _check_count("per channel", scale, weight.shape[:-1].numel(), weight)
-    return _by_row(weight.float(), scale.float().reshape(-1))
+    return _by_row(weight.float(), _floats("per channel", scale).reshape(-1))
 
 
 def dequantize_blocks(
@@ -75,8 +76,12 @@ def dequantize_blocks(
     cut from a larger one, with the rows of `scale` that they touch.
 
     Raises:
-        LoadError: there is another number of scales, or the parts have other rows together.
+        LoadError: there is another number of scales, the parts have other rows together, or `weight` is no matrix.
     """
+    if weight.dim() != 2 or min(block) < 1:
+        raise LoadError(
+            f"blocks of {block} of {_text(weight)}: blocks of 1 row and column or more are cut from a matrix"
+        )
     if part_rows is None:
         wanted = block_counts((skipped_rows + weight.shape[0], weight.shape[1]), block)
         row_block = torch.arange(skipped_rows, skipped_rows + weight.shape[0]) // block[0]
@@ -92,7 +97,7 @@ def dequantize_blocks(
             f"scales per block: {list(scale.shape)} were given, {list(wanted)} are needed for {_text(weight)} "
             f"in blocks of {block} over {how}"
         )
-    columns = scale.float().repeat_interleave(block[1], dim=1)[:, : weight.shape[1]]
+    columns = _floats("per block", scale).repeat_interleave(block[1], dim=1)[:, : weight.shape[1]]
     return weight.float() * columns[row_block]
 
 
@@ -105,6 +110,8 @@ def dequantize_mxfp4(packed: Tensor, scale: Tensor) -> Tensor:
         LoadError: there is another number of scales.
     """
     values = e2m1_values(packed)
+    if scale.dtype not in (torch.float8_e8m0fnu, torch.uint8):
+        raise LoadError(f"MXFP4 scales are {_text(scale)}: give float8_e8m0fnu, or its bytes in uint8")
     return values * _by_group("MXFP4", e8m0_values(scale), values, MXFP4_GROUP)
 
 
@@ -119,7 +126,7 @@ def dequantize_nvfp4(
         LoadError: there is another number of scales.
     """
     values = e2m1_values(packed)
-    by_group = _by_group("NVFP4", scale.float(), values, NVFP4_GROUP)
+    by_group = _by_group("NVFP4", _floats("NVFP4", scale), values, NVFP4_GROUP)
     if part_rows is None:
         return values * dequantize_per_tensor(by_group, global_scale)
     return values * dequantize_per_part(by_group, global_scale, part_rows)
@@ -133,8 +140,10 @@ def dequantize_int4(packed: Tensor, scale: Tensor, group: int) -> Tensor:
     Raises:
         LoadError: there is another number of scales.
     """
+    if group < 1:
+        raise LoadError(f"int4 with a scale for each {group} of a row: give 1 or more")
     values = int4_values(packed).float()
-    return values * _by_group("int4", scale.float(), values, group)
+    return values * _by_group("int4", _floats("int4", scale), values, group)
 
 
 def e2m1_values(packed: Tensor) -> Tensor:
@@ -150,8 +159,18 @@ def int4_values(packed: Tensor) -> Tensor:
 
 
 def _nibbles(packed: Tensor) -> Tensor:
+    if packed.element_size() != 1 or not packed.dim():
+        raise LoadError(f"{_text(packed)} is not packed two values to a byte: give rows of uint8")
     data = packed.view(torch.uint8)
     return torch.stack([data & 0xF, data >> 4], dim=-1).flatten(-2)
+
+
+def _floats(what: str, scale: Tensor) -> Tensor:
+    if not scale.is_floating_point():
+        raise LoadError(
+            f"scales {what} are {_text(scale)}: see their bytes as the float dtype that they are, or cast them"
+        )
+    return scale.float()
 
 
 def _by_row(values: Tensor, scales: Tensor) -> Tensor:
@@ -182,7 +201,7 @@ def _check_count(per: str, scale: Tensor, wanted: int, weight: Tensor) -> None:
 
 
 def _check_parts(weight: Tensor, part_rows: Sequence[int]) -> None:
-    if sum(part_rows) != weight.shape[0]:
+    if sum(part_rows) != weight.shape[0] or min(part_rows, default=0) < 0:
         raise LoadError(f"parts of {list(part_rows)} rows have {sum(part_rows)} together, {_text(weight)} has others")
 
 
