@@ -148,7 +148,7 @@ WRONG: list[tuple[Callable[[], Tensor], str]] = [
     (lambda: dequantize_nvfp4(PACKED, GROUPS, torch.ones(1), part_rows=[2, 2]), "scales per part: 1 were given, 2"),
     (
         lambda: dequantize_blocks(W, torch.ones(2, 1, dtype=torch.uint8)),
-        r"scales per block are uint8\[2, 1\]: give them",
+        r"per block are uint8\[2, 1\]: give them",
     ),
     (lambda: dequantize_per_tensor(W, torch.tensor(1)), r"scales per tensor are int64\[\]"),
     (lambda: dequantize_nvfp4(PACKED, GROUPS.view(torch.uint8), torch.ones(1)), "scales NVFP4 are uint8"),

@@ -79,9 +79,7 @@ def dequantize_blocks(
         LoadError: there is another number of scales, the parts have other rows together, or `weight` is no matrix.
     """
     if weight.dim() != 2 or min(block) < 1:
-        raise LoadError(
-            f"blocks of {block} of {_text(weight)}: blocks of 1 row and column or more are cut from a matrix"
-        )
+        raise LoadError(f"blocks of {block} of {_text(weight)}: blocks of 1 by 1 or more are cut from a matrix")
     if part_rows is None:
         wanted = block_counts((skipped_rows + weight.shape[0], weight.shape[1]), block)
         row_block = torch.arange(skipped_rows, skipped_rows + weight.shape[0]) // block[0]
@@ -167,9 +165,7 @@ def _nibbles(packed: Tensor) -> Tensor:
 
 def _floats(what: str, scale: Tensor) -> Tensor:
     if not scale.is_floating_point():
-        raise LoadError(
-            f"scales {what} are {_text(scale)}: see their bytes as the float dtype that they are, or cast them"
-        )
+        raise LoadError(f"scales {what} are {_text(scale)}: give them as the floats that they are")
     return scale.float()
 
 
