@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from graphshard.core.errors import LoadError
 from graphshard.load.store import TensorEntry
 
 
@@ -16,7 +17,15 @@ class TensorsInHand:
     """Tensors that somebody else owns. Each is read row by row, as if it were contiguous."""
 
     def __init__(self, tensors: Mapping[str, Tensor], as_stored: Collection[str] = ()) -> None:
-        """`as_stored`: names whose bytes are read as they lie in memory, gaps between strided rows included."""
+        """Nothing is read yet.
+
+        Args:
+            tensors: by name; each holds all its bytes itself.
+            as_stored: names whose bytes are read as they lie in memory, gaps between strided rows included.
+
+        Raises:
+            LoadError: something else is among them; reading its memory would end the process.
+        """
         self._tensors = tensors
         self._as_stored = frozenset(as_stored)
         self._entries = {name: self._entry(name, tensor) for name, tensor in tensors.items()}
@@ -55,6 +64,9 @@ class TensorsInHand:
         """Nothing is held open."""
 
     def _entry(self, name: str, tensor: Tensor) -> TensorEntry:
+        why = _why_unreadable(tensor)
+        if why is not None:
+            raise LoadError(f"{name} {why}: give a plain tensor that holds all its bytes")
         strides = tuple(tensor.stride()) if name in self._as_stored and not tensor.is_contiguous() else None
         return TensorEntry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), strides)
 
@@ -67,6 +79,25 @@ class TensorsInHand:
         first, last = begin // row_bytes, -(-end // row_bytes)
         rows = tensor[first:last].contiguous()
         return _stored_bytes(rows, begin - first * row_bytes, end - first * row_bytes)
+
+
+def _why_unreadable(given: object) -> str | None:
+    """Why the bytes of `given` are not to be had from its storage; None if they are."""
+    if not isinstance(given, Tensor):
+        return f"is a {type(given).__name__}, no tensor"
+    if type(given).__torch_dispatch__ is not Tensor.__torch_dispatch__ or given.is_nested:
+        kind = "nested tensor" if given.is_nested else type(given).__name__
+        return f"is a {kind}, which keeps its bytes elsewhere (a DTensor has full_tensor())"
+    if given.device.type == "meta":
+        return "is on the meta device, and has no bytes"
+    if given.layout is not torch.strided:
+        return f"has the layout {given.layout}"
+    last = sum((size - 1) * stride for size, stride in zip(given.shape, given.stride(), strict=True))
+    end = (given.storage_offset() + last + 1) * given.element_size()
+    there = given.untyped_storage().nbytes()
+    if given.numel() and end > there:
+        return f"has lost its memory: {there} bytes are left of {end}"
+    return None
 
 
 def _stored_bytes(tensor: Tensor, begin: int, end: int) -> Tensor:
