@@ -73,8 +73,7 @@ def compile(  # the field's verb, as in torch.compile; always used as graphshard
     Raises:
         SpecError, ProgramError, LoadError, CommError, DeviceError: see each class; on every rank alike.
     """
-    limits, ignore = limits_of(timeout_s, hooks, progress), patterns_of("ignore", ignore)
-    device = _opened(device, group)
+    limits, device = limits_of(timeout_s, hooks, progress), _opened(device, group)
     shapes = [StepShape(*size) if isinstance(size, tuple) else StepShape(size) for size in capture_sizes]
     with agree_on_device(group, device) as agreed:
         shards = open_shards(group, checkpoint, model.spec)
@@ -209,10 +208,11 @@ def _filler(
     shards: ShardFolder | None,
     checkpoint: str | Path | Mapping[str, Tensor],
     recipes: Recipes | None,
-    ignore: Sequence[str],
+    ignore: str | Sequence[str],
     on_load: OnLoad | None,
 ) -> Iterator[tuple[Filler, dict[str, Any]]]:
     """What fills the memory, and what else `build_runtime` is told of the weights."""
+    ignore = patterns_of("ignore", ignore)
     if shards is not None:
         with closing(ShardFiller(shards, on_load)) as filler:
             yield filler, {"epoch": shards.manifest.epoch, "recipes": recipes, "ignore": ignore}

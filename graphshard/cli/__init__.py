@@ -16,10 +16,10 @@ COMMANDS = {
     "calibrate": "Measure this machine into a file that `plan` and `bench step --predict` read.",
     "show": "Print a model, plan, layout, program, bound program or graph.",
     "verify": "Prove op lists free of races, or name every violation.",
-    "reshard": "Make shard files for another number of ranks, or a checkpoint, of shard files.",
+    "reshard": "Turn shard files into ones for another number of ranks, or into a checkpoint.",
     "doctor": "Say what this machine can do, and why not.",
     "compare": "Show that a captured step does what an eager one does, on all ranks, and what each costs.",
-    "bench": "Measure gathers, dispatch and compile time.",
+    "bench": "Measure steps, loads, gathers, dispatch and compile time.",
 }
 """Name and help of each command; `graphshard.cli.<name>` holds it as `command`."""
 

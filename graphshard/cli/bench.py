@@ -12,7 +12,7 @@ from graphshard.bench.stats import summarize
 from graphshard.cli.bench_load import command as load
 from graphshard.cli.bench_step import command as step
 from graphshard.cli.common import COUNT, Names, Output, Size, Sizes, answering, rank_values
-from graphshard.cli.planning import LAYERS, RANKS, SHAPES, Units, transport_option
+from graphshard.cli.planning import LAYERS, RANKS, SHAPES, head_option, transport_option, units_option
 from graphshard.core.sizes import format_bytes
 from graphshard.report.tables import table_of
 
@@ -30,14 +30,24 @@ command.add_command(step)
 command.add_command(load)
 
 
-@command.command("gather")
-@click.option("--world-size", type=COUNT, default=2, show_default=True)
+GATHER_JSON = """JSON keys: `rows` {what, num_bytes, us, p10_us, p90_us, n, GBps, share_of_memcpy, samples_us,
+units_per_sample}, `world_size`."""
+DISPATCH_JSON = """JSON keys: `rows` {run, executor, ns_per_op, p10_ns, p90_ns, n, samples_ns, num_ops, num_bound_ops};
+`gemm`, `ops_per_unit`, and what was asked for."""
+COMPILE_JSON = """JSON keys: `rows`, one a repeat {total_s, plan_s, layout_s, programs_s, verify_s, num_units,
+num_programs, num_ops, units, prefetch_depth, head}; `total_s`, the median."""
+
+
+@command.command("gather", epilog=GATHER_JSON)
+@click.option("--world-size", type=COUNT, default=2, show_default=True, help="Rank processes.")
 @click.option("--sizes", type=Sizes(), default="1MiB,14MiB,64MiB", show_default=True, help="Bytes of a unit.")
-@click.option("--peers", type=Names(("memcpy", "gloo")), default="memcpy,gloo", show_default=True)
+@click.option(
+    "--peers", type=Names(("memcpy", "gloo")), default="memcpy,gloo", show_default=True, help="Run beside it."
+)
 @transport_option
 @click.option("--repeats", type=COUNT, default=20, show_default=True, help="Samples of each.")
 @click.option("--cold-size", type=Size(), default="96MiB", show_default=True, help="Bytes gathered in one sample.")
-@click.option("--executor", type=click.Choice(EXECUTORS), default="cooperative", show_default=True)
+@click.option("--executor", type=click.Choice(EXECUTORS), default="cooperative", show_default=True, help="Of graphs.")
 @answering
 def gather(
     out: Output,
@@ -62,14 +72,14 @@ def gather(
     out.emit(rows, world_size=world_size)
 
 
-@command.command("dispatch")
+@command.command("dispatch", epilog=DISPATCH_JSON)
 @click.option("--units", type=COUNT, default=200, show_default=True, help="Units of a step, 4 ops each.")
-@click.option("--unit-size", type=Size(), default="4KiB", show_default=True)
+@click.option("--unit-size", type=Size(), default="4KiB", show_default=True, help="Bytes of one.")
 @click.option(
     "--prefetch-depth", type=DEPTH, default=1, show_default=True, help="0: the two streams take strict turns."
 )
 @click.option("--world-size", type=COUNT, default=2, show_default=True, help="Ranks, as threads; rank 0 steps.")
-@click.option("--repeats", type=COUNT, default=50, show_default=True)
+@click.option("--repeats", type=COUNT, default=50, show_default=True, help="Samples of each.")
 @answering
 def dispatch(out: Output, units: int, unit_size: int, prefetch_depth: int, world_size: int, repeats: int) -> None:
     """Time an op that does nothing: eager issue and captured replay, launch and synchronise included.
@@ -86,14 +96,14 @@ def dispatch(out: Output, units: int, unit_size: int, prefetch_depth: int, world
     out.emit(rows, gemm="C function (free(NULL))", ops_per_unit=4, **asdict(request))
 
 
-@command.command("compile")
-@click.option("--layers", type=LAYERS, default=93, show_default=True)
+@command.command("compile", epilog=COMPILE_JSON)
+@click.option("--layers", type=LAYERS, default=93, show_default=True, help="Of the model.")
 @click.option("--capture-sizes", type=SHAPES, default=16, show_default=True, help="Batch sizes 1 to this.")
-@click.option("--world-size", type=RANKS, default=8, show_default=True)
-@click.option("--units", type=Units(), default="layer", show_default=True)
-@click.option("--prefetch-depth", type=DEPTH, default=1, show_default=True)
-@click.option("--head", type=click.Choice(["inside", "outside", "tail"]), default="inside", show_default=True)
-@click.option("--repeats", type=COUNT, default=3, show_default=True)
+@click.option("--world-size", type=RANKS, default=8, show_default=True, help="Ranks that are planned for.")
+@units_option("layer")
+@click.option("--prefetch-depth", type=DEPTH, default=1, show_default=True, help="Units gathered ahead.")
+@head_option
+@click.option("--repeats", type=COUNT, default=3, show_default=True, help="Samples.")
 @answering
 def compile_(
     out: Output,

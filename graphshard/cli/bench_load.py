@@ -53,9 +53,9 @@ files that it touched), `why_not` (peers that were left out, and why); of one ra
 @click.command("load", epilog=JSON_HELP)
 @click.option("--size", type=Size(), default="4GiB", show_default=True, help="Of the checkpoint that is made for it.")
 @click.option("--world-size", type=COUNT, default=4, show_default=True, help="Rank processes.")
-@click.option("--peers", type=Names(PEERS), default=",".join(PEERS), show_default=True)
+@click.option("--peers", type=Names(PEERS), default=",".join(PEERS), show_default=True, help="What else is timed.")
 @click.option("--fsdp2-size", type=Size(), default="1GiB", show_default=True, help="Of the checkpoint beside FSDP2.")
-@click.option("--num-files", type=COUNT, default=4, show_default=True)
+@click.option("--num-files", type=COUNT, default=4, show_default=True, help="Of the checkpoint.")
 @click.option("--folder", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Where files are made.")
 @click.option("--repeats", type=COUNT, default=3, show_default=True, help="Times that a load is timed.")
 @answering

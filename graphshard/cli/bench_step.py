@@ -62,10 +62,17 @@ class _Plans(click.ParamType[list[list[Any]]]):
         return found
 
 
-@click.command("step")
+JSON_HELP = """JSON keys: `rows` has one row for each run and batch size {batch_size, run, unit, prefetch_depth,
+executor, chosen, median_ms, p10_ms, p90_ms, p99_ms, n, launches, launch_medians_ms, x_replicated, cpu_ms,
+x_replicated_cpu, identical, max_abs_diff, agrees}, with --predict what is predicted beside (`predicted_ms`, ...);
+`chosen` has the chosen plan's rows beside its peers'; `agree`, `reasons`, `title`, and `samples` {batch_size, what,
+samples_ms by launch and rank}."""
+
+
+@click.command("step", epilog=JSON_HELP)
 @click.option("--world-size", type=COUNT, default=2, show_default=True, help="Rank processes.")
 @click.option("--batch-sizes", type=Counts(), default="1,16", show_default=True, help="Sequences of a step.")
-@click.option("--peers", type=Names(PEERS), default=",".join(PEERS), show_default=True)
+@click.option("--peers", type=Names(PEERS), default=",".join(PEERS), show_default=True, help="Run beside the plans.")
 @click.option("--plans", type=_Plans(), default=PLANS, show_default=True, help="Run beside the plan that was chosen.")
 @transport_option
 @click.option("--launches", type=COUNT, default=3, show_default=True, help="Times that all ranks are started anew.")

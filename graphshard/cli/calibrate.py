@@ -23,7 +23,15 @@ JSON_HELP = """JSON keys: `rows` {what, value, unit, source}; `hardware` is the 
 
 
 @click.command("calibrate", epilog=JSON_HELP)
-@click.option("-o", "--out", "path", type=click.Path(path_type=Path), default="host.json", show_default=True)
+@click.option(
+    "-o",
+    "--out",
+    "path",
+    type=click.Path(path_type=Path),
+    default="host.json",
+    show_default=True,
+    help="The file that is written.",
+)
 @click.option("--model", type=click.Path(path_type=Path), help="Folder of a llama checkpoint instead of SmolLM2-135M.")
 @click.option("--world-size", type=COUNT, default=2, show_default=True, help="Rank processes, all at work at once.")
 @click.option("--batch-sizes", type=Counts(), default="1,16", show_default=True, help="Step shapes that are measured.")

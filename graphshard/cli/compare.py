@@ -16,7 +16,7 @@ from graphshard.bench.stats import quantile
 from graphshard.cli.common import COUNT, Output, answering, rank_values, refuse_given
 from graphshard.cli.compare_ranks import SHAPE, CompareRequest, check_unit
 from graphshard.cli.compare_stage import Stage, Staged
-from graphshard.cli.planning import ANY_DEVICE, LAYERS, RANKS, IntOrAuto, Units, transport_option
+from graphshard.cli.planning import ANY_DEVICE, LAYERS, RANKS, depth_option, transport_option, units_option
 from graphshard.comm.group import LONGEST_TIMEOUT_S
 from graphshard.core.counts import counted, which_ranks
 from graphshard.core.errors import CommError, DeviceError
@@ -54,15 +54,23 @@ TIME_COLUMNS = {
 }
 
 
-@click.command("compare")
+JSON_HELP = """JSON keys: `rows` has one row for each op {run, rank, order, kind, op, unit, slot, bytes, stream, after},
+then one for each time; `sequences_equal`, `first_difference`, `outputs_equal`, `ran`, `problems`, `never_met` (staged
+faults); by rank `claims`, `reports` (of the captured graph), `samples`; `plan`; `error` where the staged fault ended
+all."""
+
+
+@click.command("compare", epilog=JSON_HELP)
 @transport_option
 @click.option("--world-size", type=RANKS, default=2, show_default=True, help="Rank processes.")
 @click.option("--layers", type=LAYERS, default=6, show_default=True, help="Layers of a small random llama.")
 @click.option("--model", type=click.Path(path_type=Path), help="Folder of a llama checkpoint instead.")
-@click.option("--units", type=Units(), default="layer", show_default=True)
-@click.option("--prefetch-depth", type=IntOrAuto(), default="auto", show_default=True)
+@units_option("layer")
+@depth_option
 @click.option("--steps", type=COUNT, default=50, show_default=True, help="Timed steps of each run on each rank.")
-@click.option("--device", type=click.Choice(["host", "cuda"]), default="host", show_default=True)
+@click.option(
+    "--device", type=click.Choice(["host", "cuda"]), default="host", show_default=True, help="What the ranks run on."
+)
 @click.option("--stage", type=Stage(), help=Stage.HELP)
 @click.option("--timeout-s", type=click.FloatRange(min=0.1), default=20.0, show_default=True, help="Of each wait.")
 @answering

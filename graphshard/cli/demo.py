@@ -10,7 +10,7 @@ import click
 
 from graphshard.bench.stats import summarize
 from graphshard.cli.common import COUNT, Names, Output, answering, check_writable, rank_values
-from graphshard.cli.planning import IntOrAuto, Units, transport_option
+from graphshard.cli.planning import depth_option, head_option, transport_option, units_option
 from graphshard.cli.prompts import PROMPTS, Codec
 from graphshard.core.counts import counted
 from graphshard.core.sizes import format_bytes
@@ -22,7 +22,14 @@ RUNS = ("eager", "graph")
 PLAN_KEYS = ("units", "prefetch_depth", "head", "transport", "executor", "reasons")
 
 
-@click.command("demo")
+JSON_HELP = """JSON keys: `rows` {run, weights, median_ms, p10_ms, p90_ms, n, pss_bytes (all ranks), identical}, with
+--matrix one more for each run tried; `identical` (all of it), `logits_identical`, `tokens_equal_transformers` (null
+without them); `tokens`, `tokens_replicated` and `tokens_transformers` by prompt, `text` of the first `prompt`;
+`first_differences` by run and rank; `chunk_bytes`, `slot_bytes`, ... of one rank; `plan`, `graph_nodes`, `step_shape`,
+`step_ms`, `samples_ms`, `pss_bytes`, `pss_saved_bytes`, `pss_by_rank`, `total_s`."""
+
+
+@click.command("demo", epilog=JSON_HELP)
 @click.option("--model", type=click.Path(path_type=Path), help="Folder of a llama checkpoint instead of SmolLM2-135M.")
 @click.option("--world-size", type=COUNT, default=2, show_default=True, help="Rank processes.")
 @click.option(
@@ -31,11 +38,17 @@ PLAN_KEYS = ("units", "prefetch_depth", "head", "transport", "executor", "reason
 @click.option(
     "--run", "runs", type=Names(RUNS), default="eager,graph", show_default=True, help="How sharded steps run."
 )
-@click.option("--units", type=Units(), default="auto", show_default=True)
-@click.option("--prefetch-depth", type=IntOrAuto(), default="auto", show_default=True)
-@click.option("--head", type=click.Choice(["inside", "outside", "tail"]), default="inside", show_default=True)
+@units_option("auto")
+@depth_option
+@head_option
 @transport_option
-@click.option("--png", type=click.Path(path_type=Path), default="graphshard-demo.png", show_default=True)
+@click.option(
+    "--png",
+    type=click.Path(path_type=Path),
+    default="graphshard-demo.png",
+    show_default=True,
+    help="Where one step is drawn.",
+)
 @click.option("--no-reference", is_flag=True, help="Leave out transformers' own generation.")
 @click.option("--matrix", is_flag=True, help="Also try world sizes 1-4, threads and processes, depths and heads.")
 @answering

@@ -13,7 +13,7 @@ from graphshard.cli.common import COUNT, Output, Size, answering
 from graphshard.cli.generate_job import GenerateJob
 from graphshard.cli.generate_report import report_of, show_report, summary_of
 from graphshard.cli.generate_screen import Screen
-from graphshard.cli.planning import IntOrAuto, Units, transport_option
+from graphshard.cli.planning import depth_option, transport_option, units_option
 from graphshard.cli.prompts import PROMPTS, TOKENIZER, Codec
 from graphshard.comm.launch import failure_text, raise_first_failure
 from graphshard.core.errors import SpecError
@@ -51,14 +51,20 @@ class _Fault(click.ParamType[list[Any]]):
 
 
 @click.command("generate", epilog=JSON_HELP)
-@click.option("--model", type=click.Path(path_type=Path), help="Folder of a llama or Kimi K3, not SmolLM2-135M.")
+@click.option("--model", type=click.Path(path_type=Path), help="Folder of a llama or Kimi K3 instead of SmolLM2-135M.")
 @click.option("--world-size", type=COUNT, default=2, show_default=True, help="Rank processes.")
 @click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="Repeat it for more; eight are built in.")
-@click.option("--prompts", "prompts_file", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE")
+@click.option(
+    "--prompts",
+    "prompts_file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="A prompt a line.",
+)
 @click.option("--tokens", type=COUNT, default=32, show_default=True, help="Tokens to generate for each prompt.")
-@click.option("--run", type=click.Choice(["eager", "graph"]), default="graph", show_default=True)
-@click.option("--prefetch-depth", type=IntOrAuto(), default="auto", show_default=True)
-@click.option("--units", type=Units(), default="auto", show_default=True)
+@click.option("--run", type=click.Choice(["eager", "graph"]), default="graph", show_default=True, help="How steps run.")
+@depth_option
+@units_option("auto")
 @transport_option
 @click.option("--batch-size", type=COUNT, default=8, show_default=True, help="At most so many sequences in a step.")
 @click.option("--memory", type=Size(), help="What one rank may use; by default an equal part of the machine's.")

@@ -9,6 +9,7 @@ import click
 
 from graphshard.cli.common import COUNT, Output, Size, answering, check_writable
 from graphshard.cli.counts import Counts
+from graphshard.cli.planning import transport_option
 from graphshard.core.errors import SpecError
 from graphshard.core.specs import StepShape
 from graphshard.cost.deployment import Deployment
@@ -40,8 +41,20 @@ Exit code 1: nothing is worth sharding."""
 @click.option("--draft", type=click.Path(path_type=Path), help="Folder or config.json of a draft model.")
 @click.option("--world-size", type=int, default=8, show_default=True, help="Ranks that share one copy.")
 @click.option("--hardware", "machine", default="b200", show_default=True, help="A name, or a file of `calibrate`.")
-@click.option("--weights", type=click.Choice(["config", "bf16", "fp8"]), default="config", show_default=True)
-@click.option("--kv-cache", type=click.Choice(["bf16", "fp8"]), default="bf16", show_default=True)
+@click.option(
+    "--weights",
+    type=click.Choice(["config", "bf16", "fp8"]),
+    default="config",
+    show_default=True,
+    help="What weights are stored as.",
+)
+@click.option(
+    "--kv-cache",
+    type=click.Choice(["bf16", "fp8"]),
+    default="bf16",
+    show_default=True,
+    help="What keys and values are stored as.",
+)
 @click.option("--attention-dp", type=int, help="Ranks with requests of their own; default: world size / tp.")
 @click.option("--tp", type=int, default=1, show_default=True, help="Ranks over which dense weights are cut.")
 @click.option("--ep", type=int, help="Ranks over which routed experts are spread; default: the world size.")
@@ -53,7 +66,7 @@ Exit code 1: nothing is worth sharding."""
 @click.option("--context", type=COUNT, default=DEFAULT_CONTEXT_TOKENS, show_default=True, help="Tokens of a request.")
 @click.option("--tokens-per-rank", type=Counts(), help="Step shapes of one sequence of so many tokens. [8,16,...,1024]")
 @click.option("--capture-sizes", type=Counts(), help="Step shapes of so many sequences, a token each.")
-@click.option("--transport", type=click.Choice(["pull", "nccl"]), default="pull", show_default=True)
+@transport_option
 @click.option("--plot", type=click.Path(path_type=Path), help="Draw the step's lanes, frontier, and time by tokens.")
 @answering
 def command(out: Output, plot: Path | None, **options: Any) -> bool:

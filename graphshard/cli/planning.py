@@ -12,7 +12,7 @@ import click
 from graphshard.cli.common import refuse_given
 from graphshard.core.errors import SpecError
 from graphshard.core.layout import Layout, build_layout
-from graphshard.core.plan import Plan, Transport
+from graphshard.core.plan import HeadPolicy, Plan, Transport
 from graphshard.core.program import Program
 from graphshard.core.specs import DeviceSpec, ModelSpec, StepShape
 from graphshard.models.open import open_spec_model
@@ -72,6 +72,28 @@ class Units(click.ParamType[str]):
         return str(value)
 
 
+def units_option(default: str) -> Callable[[Decorated], Decorated]:
+    """`--units`."""
+    text = "What one gather restores: a layer, a weight, or a layer in pieces of up to CAP."
+    return click.option("--units", type=Units(), default=default, show_default=True, help=text)
+
+
+depth_option = click.option(
+    "--prefetch-depth",
+    type=IntOrAuto(),
+    default=AUTO,
+    show_default=True,
+    help="Units that are gathered ahead of the one in use; 0: right before it is used.",
+)
+head_option = click.option(
+    "--head",
+    type=click.Choice(get_args(HeadPolicy)),
+    default="inside",
+    show_default=True,
+    help="Where a step's first gathers are: in it, before it by the host, or at the end of the step before.",
+)
+
+
 @dataclass(frozen=True)
 class PlanRequest:
     """What the options said."""
@@ -128,12 +150,16 @@ def plan_request(function: Decorated) -> Decorated:
             help="Folder of a llama or Kimi K3 checkpoint, instead of a synthetic model.",
         ),
         click.option("--world-size", type=RANKS, default=2, show_default=True, help="Ranks that share one copy."),
-        click.option("--units", type=Units(), default="layer", show_default=True),
-        click.option("--prefetch-depth", type=IntOrAuto(), default="auto", show_default=True),
-        click.option("--num-slots", type=IntOrAuto(), default="auto", show_default=True),
-        click.option("--head", type=click.Choice(["inside", "outside", "tail"]), default="inside", show_default=True),
+        units_option("layer"),
+        depth_option,
+        click.option(
+            "--num-slots", type=IntOrAuto(), default="auto", show_default=True, help="Gathered units that have room."
+        ),
+        head_option,
         transport_option,
-        click.option("--num-copy-streams", type=COPY_STREAMS, default=1, show_default=True),
+        click.option(
+            "--num-copy-streams", type=COPY_STREAMS, default=1, show_default=True, help="Streams that gather."
+        ),
         click.option(
             "--capture-sizes", type=SHAPES, default=1, show_default=True, help="Step shapes: batch sizes 1 to this."
         ),

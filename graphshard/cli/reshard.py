@@ -27,13 +27,13 @@ JSON_HELP = """JSON keys: `rows` {file, num_bytes} of what was written; `world_s
 @click.option("--to-checkpoint", is_flag=True, help="Make OUT a safetensors file of whole weights instead.")
 @answering
 def command(out: Output, source: Path, target: Path, world_size: int | None, to_checkpoint: bool) -> None:
-    """Make shard files for another number of ranks of those in the folder IN (`Runtime.save_shards`).
+    """Turn the shard files in the folder IN (`Runtime.save_shards`) into ones for another number of ranks.
 
     Needs no GPU, no ranks and a few MiB of memory. Units stay as they are; every byte is verified by its checksum. OUT
     is whole or it is not there: the manifest, or the checkpoint's name, comes last.
     """
     if (world_size is None) is not to_checkpoint:
-        raise click.UsageError("give --world-size for shard files, or --to-checkpoint for a plain checkpoint")
+        raise click.UsageError("give one of --world-size, for shard files, and --to-checkpoint, for a plain checkpoint")
     begin = time.perf_counter()
     with byte_bar() as bar, ShardReader(source, bar.step) as reader:
         bar.begin("resharding", reader.num_bytes)

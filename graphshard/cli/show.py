@@ -17,7 +17,11 @@ NOUNS = ("model", "plan", "layout", "program", "bound", "graph")
 Rows = list[dict[str, Any]]
 
 
-@click.command("show")
+JSON_HELP = """JSON keys: `noun`, `text`, `digest` (not of bound and graph), `step_shapes` (of program, bound and
+graph); `rows` has one row for each op, or for each part of a model, plan or layout, with the noun's own fields."""
+
+
+@click.command("show", epilog=JSON_HELP)
 @click.argument("noun", type=click.Choice(NOUNS))
 @plan_request
 @click.option("--lowered", is_flag=True, help="With `program`: the list over streams and events that it stands for.")

@@ -10,7 +10,7 @@ import click
 
 from graphshard.bench.stats import summarize
 from graphshard.cli.common import COUNT, Output, answering, check_writable, rank_values
-from graphshard.cli.planning import IntOrAuto, Units
+from graphshard.cli.planning import depth_option, head_option, units_option
 from graphshard.cli.prompts import PROMPTS, Codec
 from graphshard.core.timeline import Span, Timeline, unit_times
 from graphshard.cost.hardware import HardwareSpec
@@ -35,12 +35,19 @@ segment}; times count from the first rank's first op. `ranks` {rank, step_us, co
 @click.option("--world-size", type=COUNT, default=2, show_default=True, help="Rank processes.")
 @click.option("--batch-size", type=COUNT, default=1, show_default=True, help="Sequences of the step.")
 @click.option("--cache-length", type=COUNT, default=64, show_default=True, help="Positions of the KV cache.")
-@click.option("--prefetch-depth", type=IntOrAuto(), default="auto", show_default=True)
-@click.option("--units", type=Units(), default="auto", show_default=True)
-@click.option("--head", type=click.Choice(["inside", "outside", "tail"]), default="inside", show_default=True)
-@click.option("--executor", type=click.Choice(EXECUTORS), default="auto", show_default=True)
+@depth_option
+@units_option("auto")
+@head_option
 @click.option(
-    "--out", "trace_path", type=click.Path(path_type=Path), default="graphshard-trace.json", show_default=True
+    "--executor", type=click.Choice(EXECUTORS), default="auto", show_default=True, help="What runs graphs on the host."
+)
+@click.option(
+    "--out",
+    "trace_path",
+    type=click.Path(path_type=Path),
+    default="graphshard-trace.json",
+    show_default=True,
+    help="The trace.",
 )
 @click.option("--png", type=click.Path(path_type=Path), help="Draw the lanes too.")
 @click.option(

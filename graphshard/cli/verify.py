@@ -19,7 +19,11 @@ PLAN_OPTIONS = ("layers", "weights", "model", "units", "prefetch_depth", "num_sl
 """What files make superfluous; copies and their streams are no part of a file."""
 
 
-@click.command("verify")
+JSON_HELP = """JSON keys: `rows` has one row for each violation {rule, name, op, unit, slot, step, where, text,
+wrong_bytes}; `good`, `num_programs`, `num_ops`."""
+
+
+@click.command("verify", epilog=JSON_HELP)
 @click.argument("files", nargs=-1, type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="[FILE]...")
 @plan_request
 @answering

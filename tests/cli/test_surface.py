@@ -8,10 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 from cli_runner import apart, here
 
 from graphshard.cli import COMMANDS, cli
+from graphshard.cli.bench import command as bench
 from graphshard.cli.common import EXIT_OUR_FAULT, Output, exit_code
 from graphshard.core.errors import CommError, DeviceError, LoadError, ProgramError, SpecError
 
@@ -25,6 +27,7 @@ COMMAND_LINES = [
     ["calibrate"],
     ["reshard"],
     ["doctor"],
+    ["compare"],
     *(["bench", name] for name in ("gather", "dispatch", "compile", "step", "load")),
 ]
 
@@ -34,6 +37,20 @@ def test_help_explains_the_command_and_the_shared_options(line: list[str]) -> No
     answer = here(*line, "--help")
     assert answer.code == 0
     assert "Usage: " in answer.out and "--json FILE|-" in answer.out and "--debug" in answer.out
+
+
+def test_every_command_is_in_this_list() -> None:
+    assert sorted({line[0] for line in COMMAND_LINES}) == sorted(COMMANDS)
+    assert sorted(line[1] for line in COMMAND_LINES if len(line) > 1) == sorted(bench.commands)
+
+
+@pytest.mark.parametrize("line", COMMAND_LINES, ids=" ".join)
+def test_help_says_what_each_option_and_each_json_key_is(line: list[str]) -> None:
+    command = bench.commands[line[1]] if len(line) > 1 else cli.get_command(click.Context(cli), line[0])
+    assert command is not None
+    bare = [option.name for option in command.params if isinstance(option, click.Option) and not option.help]
+    assert bare == []
+    assert (command.epilog or "").startswith("JSON keys") and "`rows`" in (command.epilog or "")
 
 
 def test_help_of_the_whole_names_every_command_and_the_exit_codes() -> None:
