@@ -7,6 +7,7 @@ metadata says whose it is, see `ShardManifest.metadata`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -82,7 +83,7 @@ class ShardFile:
         """
         self.manifest, self.rank = manifest, rank
         self.path = folder / manifest.file_name(rank)
-        if not self.path.is_file():
+        if not os.path.lexists(self.path):
             raise LoadError(_missing(folder, self.path.name, rank))
         try:
             self._file = SafetensorsFile(self.path)

@@ -73,6 +73,8 @@ def open_folder(folder: Path) -> os.stat_result:
         folder.mkdir(parents=True, exist_ok=True)
         found = [name for name in _CHECKPOINT_NAMES if (folder / name).exists()]
         stat = folder.stat()
+    except ValueError as error:
+        raise SpecError(f"shard files cannot be saved to {str(folder)!r}: {error}; give a folder") from None
     except (FileExistsError, NotADirectoryError):
         raise SpecError(
             f"shard files cannot be saved to {folder}: there is a file of that name; give a folder"

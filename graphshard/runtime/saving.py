@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -61,12 +62,12 @@ class Saving(Stepping):
                     "and nothing would load the files; save the module's state_dict() instead"
                 )
             bare = ShardManifest.of(self.model, self.plan, self._control.mine.epoch)
-            return _save(self.group, bare, self._memory, Path(folder))
+            return _save(self.group, bare, self._memory, folder)
 
 
-def _save(group: Group, bare: ShardManifest, memory: RuntimeMemory, folder: Path) -> ShardManifest:
+def _save(group: Group, bare: ShardManifest, memory: RuntimeMemory, where: str | Path) -> ShardManifest:
     """Write all, then the manifest: the only moment at which the folder changes for those who load it."""
-    stat = group.agree("save_shards", lambda: open_folder(folder))
+    folder, stat = group.agree("save_shards", lambda: _opened(where))
     _check_alike(group, bare, [stat.st_dev, stat.st_ino, str(folder.absolute())])
     with contextlib.ExitStack() as stack:
         stack.callback(remove_strays, folder, group.rank)  # what the manifest does not name when this ends
@@ -80,6 +81,12 @@ def _save(group: Group, bare: ShardManifest, memory: RuntimeMemory, folder: Path
         if group.rank == 0:
             remove_strays(folder)
     return manifest
+
+
+def _opened(where: object) -> tuple[Path, os.stat_result]:
+    if not isinstance(where, (str, os.PathLike)):
+        raise SpecError(f"save_shards to {where!r}: give the path of a folder")
+    return Path(where), open_folder(Path(where))
 
 
 def _check_alike(group: Group, bare: ShardManifest, folder: Sequence[int | str]) -> None:

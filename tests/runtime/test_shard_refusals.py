@@ -78,6 +78,9 @@ def foreign(one: Path, **other: Any) -> None:
 
 HARMS: dict[str, tuple[Callable[[Path, Path], object], str]] = {
     "missing": (lambda first, second: second.unlink(), "the shard file of rank 1 is missing"),
+    "a pipe": (lambda first, second: (second.unlink(), os.mkfifo(second)), "cannot be read: it is a pipe, not a file"),
+    "a folder": (lambda first, second: (second.unlink(), second.mkdir()), "cannot be read: "),
+    "a link to itself": (lambda first, second: (second.unlink(), second.symlink_to(second)), "cannot be read: "),
     "renamed": (lambda first, second: second.rename(second.with_name("x.safetensors")), "the shard file of rank 1 is"),
     "truncated by a byte": (lambda first, second: truncate(second, 1), "is truncated by 1 bytes"),
     "truncated to nothing": (lambda first, second: os.truncate(second, 0), "is truncated"),
@@ -267,6 +270,10 @@ def test_places_where_nothing_is_saved(tmp_path: Path) -> None:
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "model.safetensors").write_bytes(b"")
     assert "SpecError" in saving_fails(tmp_path / "c") and content(tmp_path / "c") == {"model.safetensors": b""}
+
+    for where in (None, 3, "a\0b"):  # on one rank: the other does not wait for it
+        error = the_error(try_on_ranks(lambda group, given=where: save(group, given if group.rank else tmp_path), 2))
+        assert error.startswith("SpecError: save_shards failed on rank 1") and "give " in error, error
 
     def apart(group: Group) -> None:
         save(group, tmp_path / f"rank {group.rank}")
