@@ -139,6 +139,9 @@ class Group:
                 value = step()
         except Exception as error:
             failure = error
+        except BaseException as error:  # Ctrl-C, say: this rank goes away at once, and the others shall not wait for it
+            self._mesh.give_up(self._next_call(name), f"{name} was interrupted on rank {self.rank} by {_kind(error)}")
+            raise
         outcome = None if failure is None else [type(failure).__name__, str(failure)]
         try:
             outcomes = self.all_gather(outcome, name=name)
@@ -235,6 +238,10 @@ def group_tag(path: str) -> int:
 def new_job_name() -> str:
     """A name that no other job has."""
     return os.urandom(8).hex()
+
+
+def _kind(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def _decode(payload: bytes, is_json: bool) -> object:

@@ -101,6 +101,12 @@ class Mesh:
                     channel.post(Frame(Kind.BUSY, call.tag, call.seq, call.name, b""))
             return True
 
+    def give_up(self, call: Call, reason: str) -> None:
+        """Tell the peers of `call`, which is still to come, that this rank will not; its group is of no more use."""
+        with self._changed:
+            if not self._is_closed and os.getpid() == self._owner_pid and call.tag not in self._failures:
+                self._tell_failure(call, reason)
+
     def why_hopeless(self, call: Call) -> str | None:
         """Why `call`, which is still to come, will fail: who gave up, closed or died. Looks, and does not wait."""
         with self._changed:
@@ -182,11 +188,14 @@ class Mesh:
             self._fail(call, f"{what} while rank {self.rank} waited in {call}")
 
     def _fail(self, call: Call, text: str) -> None:
+        self._tell_failure(call, text)
+        raise CommError(text)
+
+    def _tell_failure(self, call: Call, text: str) -> None:
         self._failures[call.tag] = text
         told = f"rank {self.rank} gave up: {text}".encode()
         for peer in call.peers:
             self._channels[peer].post(Frame(Kind.FAILED, call.tag, call.seq, call.name, told))
-        raise CommError(text)
 
     def _last_sign(self, call: Call, peer: int, started: float) -> float:
         """When `peer` last said that it works on `call`, or when the wait began; see Note [patience]."""
