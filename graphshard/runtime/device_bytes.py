@@ -38,7 +38,7 @@ def device_bytes(device: Device, memory: Memory | None) -> Tensor:
         DeviceError: torch made a copy instead of a view, as it does for memory of another device.
     """
     if memory is None:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     if memory.is_host_readable:
         return torch.frombuffer(memory, dtype=torch.uint8, count=memory.num_bytes)
     tensor = torch.as_tensor(_CudaArray(memory), device=torch.device(device.name))
@@ -70,7 +70,7 @@ def writing_bytes(tensor: Tensor) -> Iterator[memoryview]:
     if tensor.device.type == "cpu":
         yield tensor.numpy().data
         return
-    staging = torch.zeros(tensor.numel(), dtype=torch.uint8)
+    staging = torch.zeros(tensor.numel(), dtype=torch.uint8, device="cpu")
     yield staging.numpy().data
     tensor.copy_(staging)
     torch.cuda.current_stream(tensor.device).synchronize()

@@ -106,7 +106,7 @@ def _unless_nothing_changes(inner: nn.Module, refuse: Callable[..., Any]) -> Cal
 
     def apply(function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         for dtype, dim in {(parameter.dtype, parameter.dim()) for parameter in inner.parameters()}:
-            probe = torch.empty((2,) * dim, dtype=dtype)
+            probe = torch.empty((2,) * dim, dtype=dtype, device="cpu")
             result = function(probe)
             if result is not probe or probe.is_shared():  # type: ignore[no-untyped-call]
                 refuse()

@@ -54,7 +54,7 @@ class ModuleSource:
         """Give the storage of `names` back; the parameters stay the same objects."""
         for name in names:
             parameter = self._parameters[name]
-            parameter.data = torch.empty(0, dtype=parameter.dtype)
+            parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
             self.num_released += 1
 
 

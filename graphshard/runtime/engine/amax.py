@@ -24,7 +24,7 @@ def combined_amax(
     local = group.agree(f"amax of {name}", lambda: _local(row_of(name), per, shard_id))
     if per == "channel":
         return local
-    largest = torch.zeros(1) if not local.numel() else local.max().reshape(1)
+    largest = torch.zeros(1, dtype=torch.float32, device="cpu") if not local.numel() else local.max().reshape(1)
     told = group.all_gather(largest.numpy().tobytes(), name=f"amax of {name}")
     values = [torch.frombuffer(bytearray(value), dtype=torch.float32) for value, _ in told if isinstance(value, bytes)]
     return torch.cat(values).max().reshape(1)

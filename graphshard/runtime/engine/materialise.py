@@ -28,7 +28,7 @@ def refuse_lost_buffers(module: nn.Module) -> None:
 
 def placeholder(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """One element (of bytes that are NaN) shown as `shape`."""
-    element = torch.full((torch.empty(0, dtype=dtype).element_size(),), POISON, dtype=torch.uint8)
+    element = torch.full((dtype.itemsize,), POISON, dtype=torch.uint8, device="cpu")
     return element.view(dtype)[0].expand(shape)
 
 
@@ -83,7 +83,7 @@ def _made(old: Tensor, is_row: bool, again: Callable[[Tensor, Tensor], Tensor]) 
         return again(old, placeholder(shape, old.dtype))
     data = torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device="cpu")
     if data.numel():
-        torch.empty(0, dtype=torch.uint8).set_(data.untyped_storage()).fill_(POISON)
+        torch.empty(0, dtype=torch.uint8, device="cpu").set_(data.untyped_storage()).fill_(POISON)
     return again(old, data)
 
 

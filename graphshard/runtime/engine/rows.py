@@ -129,7 +129,7 @@ class RowSlice:
         parameter = self.parameter
         self._storage = weakref.ref(parameter.untyped_storage())
         self.released_bytes = parameter.nbytes
-        parameter.data = torch.empty(0, dtype=parameter.dtype)
+        parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
 
     @property
     def is_freed(self) -> bool:
@@ -158,7 +158,7 @@ class RowSlice:
         with torch.inference_mode(False):
             num_bytes = torch.empty(shape, dtype=dtype, device="meta").nbytes
             if not num_bytes:
-                return torch.empty(shape, dtype=dtype)
+                return torch.empty(shape, dtype=dtype, device="cpu")
             memory = self._device.allocate(num_bytes)
             return device_bytes(self._device, memory)[:num_bytes].view(dtype).view(shape)
 

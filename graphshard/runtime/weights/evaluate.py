@@ -92,13 +92,13 @@ def amax(quantized: Typed, share: int, num_shares: int, rows: Rows) -> float:
 
 def scale_from_amax(quantized: Typed, amax: float) -> Tensor:
     """The float32 scale, [1], of a node per tensor whose largest magnitude is `amax`."""
-    return fp8_scale(torch.tensor([amax], dtype=torch.float32), quantized.dtype)
+    return fp8_scale(torch.tensor([amax], dtype=torch.float32, device="cpu"), quantized.dtype)
 
 
 def _evaluate(result: Typed, begin: int, end: int, rows: Rows, scales: Mapping[Recipe, Tensor]) -> Tensor:
     """As `evaluate`, as integers of the elements' size, contiguous or not."""
     if begin >= end or not result.width:
-        return torch.empty((end - begin, result.width), dtype=_carrier(result))
+        return torch.empty((end - begin, result.width), dtype=_carrier(result), device="cpu")
     match result.node:
         case Read(name):
             made = rows(name, begin, end).reshape(end - begin, result.width)
@@ -145,7 +145,7 @@ def _slice(result: Typed, node: Slice, begin: int, end: int, rows: Rows, scales:
 def _transpose(result: Typed, begin: int, end: int, rows: Rows, scales: Mapping[Recipe, Tensor]) -> Tensor:
     """Columns of the part, which is read whole, in blocks of rows as large as what is asked for."""
     part = result.parts[0]
-    out = torch.empty((end - begin, result.width), dtype=_carrier(result))
+    out = torch.empty((end - begin, result.width), dtype=_carrier(result), device="cpu")
     block_bytes = max(_MIN_BLOCK_BYTES, (end - begin) * result.row_bytes)
     for first, last in stripes(part, 0, part.num_rows, block_bytes):
         out[:, first:last] = _evaluate(part, first, last, rows, scales)[:, begin:end].t()

@@ -48,7 +48,8 @@ def dequantize_per_part(weight: Tensor, scales: Tensor, part_rows: Sequence[int]
     """
     _check_parts(weight, part_rows)
     _check_count("per part", scales, len(part_rows), weight)
-    return _by_row(weight.float(), _floats("per part", scales).reshape(-1).repeat_interleave(_counts(part_rows)))
+    rows = torch.tensor(part_rows, dtype=torch.int64, device=scales.device)
+    return _by_row(weight.float(), _floats("per part", scales).reshape(-1).repeat_interleave(rows))
 
 
 def dequantize_per_channel(weight: Tensor, scale: Tensor) -> Tensor:
@@ -82,13 +83,15 @@ def dequantize_blocks(
         raise LoadError(f"blocks of {block} of {_text(weight)}: blocks of 1 by 1 or more are cut from a matrix")
     if part_rows is None:
         wanted = block_counts((skipped_rows + weight.shape[0], weight.shape[1]), block)
-        row_block = torch.arange(skipped_rows, skipped_rows + weight.shape[0]) // block[0]
+        row_block = torch.arange(skipped_rows, skipped_rows + weight.shape[0], device=weight.device) // block[0]
     else:
         _check_parts(weight, part_rows)
         blocks = [-(-rows // block[0]) for rows in part_rows]
         wanted = (sum(blocks), block_counts(weight.shape, block)[1])
-        pieces = [torch.arange(rows) // block[0] + sum(blocks[:i]) for i, rows in enumerate(part_rows)]
-        row_block = torch.cat(pieces) if pieces else torch.arange(0)
+        pieces = [
+            torch.arange(rows, device=weight.device) // block[0] + sum(blocks[:i]) for i, rows in enumerate(part_rows)
+        ]
+        row_block = torch.cat(pieces) if pieces else torch.arange(0, device=weight.device)
     if tuple(scale.shape) != wanted:
         how = f"its parts of {list(part_rows)} rows each on their own" if part_rows is not None else "the whole of it"
         raise LoadError(
@@ -146,7 +149,7 @@ def dequantize_int4(packed: Tensor, scale: Tensor, group: int) -> Tensor:
 
 def e2m1_values(packed: Tensor) -> Tensor:
     """The float32 values of bytes of two E2M1 each: [..., k / 2] as [..., k]. A -0 stays one."""
-    magnitudes = torch.tensor(_E2M1_MAGNITUDES)
+    magnitudes = torch.tensor(_E2M1_MAGNITUDES, dtype=torch.float32, device=packed.device)
     return torch.cat([magnitudes, -magnitudes])[_nibbles(packed).int()]
 
 
@@ -182,10 +185,6 @@ def _by_group(kind: str, scale: Tensor, values: Tensor, group: int) -> Tensor:
             f"{list(values.shape)} values"
         )
     return scale.repeat_interleave(group, dim=-1)[..., : values.shape[-1]]
-
-
-def _counts(part_rows: Sequence[int]) -> Tensor:
-    return torch.tensor(part_rows, dtype=torch.int64)
 
 
 def _check_count(per: str, scale: Tensor, wanted: int, weight: Tensor) -> None:

@@ -24,7 +24,9 @@ def cast(values: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype == values.dtype or not (values.is_floating_point() and dtype.is_floating_point):
         return made
     nan = values.isnan()
-    return torch.where(nan, torch.full((), float("nan"), dtype=dtype), made) if nan.any() else made
+    return (
+        torch.where(nan, torch.full((), float("nan"), dtype=dtype, device=values.device), made) if nan.any() else made
+    )
 
 
 def fp8_scale(amax: Tensor, dtype: str) -> Tensor:
@@ -43,7 +45,7 @@ def amax_of_rows(values: Tensor, where: str) -> Tensor:
     Raises:
         LoadError: one is infinite or NaN; `where` names the values.
     """
-    amax = torch.zeros(values.shape[0])
+    amax = torch.zeros(values.shape[0], dtype=torch.float32, device=values.device)
     for begin, end in _row_blocks(values):
         if values.shape[1]:
             amax[begin:end] = values[begin:end].float().abs().amax(dim=1)
@@ -69,7 +71,7 @@ def quantize_fp8(values: Tensor, scale: Tensor, dtype: str) -> Tensor:
     """`values` [rows, width] as FP8, with one float32 `scale` for each row, [rows], or for all, [1]."""
     torch_dtype = getattr(torch, dtype)
     limit = torch.finfo(torch_dtype).max
-    out = torch.empty(values.shape, dtype=torch_dtype)
+    out = torch.empty(values.shape, dtype=torch_dtype, device=values.device)
     for begin, end in _row_blocks(values):
         by = scale if scale.numel() == 1 else scale[begin:end, None]
         out[begin:end] = values[begin:end].float().div(by).clamp_(-limit, limit).to(torch_dtype)
@@ -89,11 +91,11 @@ def requantize_ue8m0(weight: Tensor, scale: Tensor, block: tuple[int, int], wher
     limit = torch.finfo(weight.dtype).max
     counts = block_counts(weight.shape, block)
     out = torch.empty_like(weight)
-    new_scale = torch.empty(counts, dtype=torch.uint8)
+    new_scale = torch.empty(counts, dtype=torch.uint8, device=weight.device)
     for i in range(counts[0]):
         rows = slice(i * block[0], min((i + 1) * block[0], weight.shape[0]))
         values = weight[rows].float().mul_(_by_column(scale[i], weight.shape[1], block[1]))
-        columns = torch.zeros(counts[1] * block[1])
+        columns = torch.zeros(counts[1] * block[1], dtype=torch.float32, device=weight.device)
         columns[: weight.shape[1]] = values.abs().amax(dim=0)
         amax = columns.view(counts[1], block[1]).amax(dim=1)
         check_finite(amax, f"{where}, row {rows.start} on")
