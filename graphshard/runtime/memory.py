@@ -105,6 +105,11 @@ class RuntimeMemory:
         place = self.layout.slots[slot]
         return self._slot_bytes[place.offset : place.offset + place.num_bytes]
 
+    def is_in_slots(self, tensor: Tensor) -> bool:
+        """Whether `tensor` begins in a slot, whose bytes are another weight's a moment later."""
+        begin = 0 if self.slots is None else self.slots.address
+        return begin <= tensor.data_ptr() < begin + self.layout.slot_bytes
+
     def slot_address(self, slot: int) -> int:
         """Where `slot` begins."""
         assert self.slots is not None

@@ -145,6 +145,57 @@ def test_a_parameter_that_was_moved_is_found_before_anything_is_written(name: st
     assert first == second
 
 
+@pytest.mark.parametrize("replaced", ["parameter", "module", "buffer"])
+def test_what_was_replaced_outside_the_layers_is_found(replaced: str) -> None:
+    """It was written where nobody looks any more, and the update said that it had gone well."""
+
+    def go(group: Group) -> str:
+        module = random_stack()
+        module.register_buffer("scale", torch.ones(3))
+        state, expected = shifted(module, 0.3)
+        first = outputs(module)
+        with attach(module, group) as attached:
+            head, weight, scale = module.head, module.head.weight, module.scale
+            if group.rank == 1:
+                if replaced == "module":
+                    module.head = twin(head)
+                elif replaced == "buffer":
+                    module.scale = scale.clone()
+                else:
+                    head.weight = nn.Parameter(weight.detach().clone())
+            text = raised(lambda: attached.update(state))
+            assert "nothing was written" in text and ("scale" if replaced == "buffer" else "head.weight") in text
+            module.head, head.weight, module.scale = head, weight, scale
+            assert equal(outputs(module), first)
+            attached.update(state)
+            assert equal(outputs(module), expected)
+            return text
+
+    first, second = run_on_ranks(go, 2)
+    assert first == second
+
+
+def test_views_of_slots_are_no_weights() -> None:
+    """`named_parameters` shows what slots hold: alike on all ranks, and not the weight's bytes."""
+
+    def go(group: Group) -> str:
+        module = random_stack()
+        state, expected = shifted(module, 0.3)
+        first = outputs(module)
+        with attach(module, group) as attached:
+            text = raised(lambda: attached.update(module.named_parameters()))
+            assert raised(lambda: attached.update(dict(module.named_parameters()))) == text
+            assert equal(outputs(module), first)
+            attached.update(module.state_dict())
+            assert equal(outputs(module), first)
+            attached.update(state)
+            assert equal(outputs(module), expected)
+            return text
+
+    first, second = run_on_ranks(go, 2)
+    assert first == second and "layers.0.norm.weight is a view of a slot" in first and "state_dict()" in first
+
+
 def test_tensors_of_a_module_are_accounted_for() -> None:
     module = random_stack()
     state, _ = shifted(module, 0.3)

@@ -63,7 +63,7 @@ class Attached:
         self._binding = _Binding(runtime, stack, spec.parameters, check, since)
         runtime.observer = self._binding
         with runtime.turn.lock:
-            runtime.outside = outside_of(module, spec.parameters, self._binding.fixed)
+            self._look_outside()
             runtime.note_visible()
         self._guard = Guard(module, stack.layers, spec.holders, self.whole_weight)
         self._guard.install()
@@ -103,7 +103,11 @@ class Attached:
         Where tensors come as a checkpoint has them, set `runtime.recipes` first: how weights are made of them.
         """
         pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
+        self._look_outside()  # what was replaced has moved, and is refused
         return self.runtime.update(by_first_name(self.module, self._spec.parameters, pairs), only=only, keep=keep)
+
+    def _look_outside(self) -> None:
+        self.runtime.outside = outside_of(self.module, self._spec.parameters, self._binding.fixed)
 
     def report(self) -> str:
         """What is sharded, what is not, and why; memory on this rank."""

@@ -53,10 +53,14 @@ class Staging:
         selection: Selection,
         places: Mapping[str, Sequence[Place]],
         on_tensor: Callable[[], None],
+        is_fleeting: Callable[[Tensor], bool],
     ) -> None:
-        """`places`: by weight, where this rank keeps which of its bytes. `on_tensor` is called after each tensor."""
+        """`places`: by weight, where this rank keeps which of its bytes. `on_tensor` is called after each tensor.
+
+        `is_fleeting`: whether a tensor lies where gathers write, so that its bytes are anybody's.
+        """
         self._specs, self._recipes, self._ignore, self._places = specs, recipes, patterns_of("ignore", ignore), places
-        self._selection, self._on_tensor = selection, on_tensor
+        self._selection, self._on_tensor, self._is_fleeting = selection, on_tensor, is_fleeting
         self._due: dict[str, set[str]] = {
             weight: set(reads_of(recipe_for(recipes, weight))) for weight in selection.updated
         }
@@ -94,9 +98,12 @@ class Staging:
         assert not self._due and not self._waiting, (self._due, list(self._waiting))
 
     def _take_one(self, name: str, tensor: Tensor) -> None:
-        if tensor.device.type == "meta":
-            raise LoadError(f"{name}: a tensor on the meta device has no bytes")
         store = TensorsInHand({name: tensor})
+        if self._is_fleeting(tensor):
+            raise LoadError(
+                f"{name} is a view of a slot, which holds other weights' bytes too: give what the module's state_dict() "
+                f"or whole_weight({name!r}) gives"
+            )
         self._entries[name] = store.entries[name]
         self.checksums[name] = checksum_of_pieces(_stripes(store, name))
         self._waiting[name] = tensor

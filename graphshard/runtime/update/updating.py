@@ -222,7 +222,8 @@ class Updating(Stepping):
             attempt.look_at_peers()
             self.hooks.update("staging")
 
-        staging = Staging(specs, self.recipes, self.ignore, selection, places, on_tensor)
+        is_fleeting = self._memory.is_in_slots
+        staging = Staging(specs, self.recipes, self.ignore, selection, places, on_tensor, is_fleeting)
         staging.take(tensors)
         self.hooks.update("staged")
         return selection, staging
