@@ -213,7 +213,12 @@ def test_situ_is_bounded_and_silu_where_it_is_small() -> None:
 
 
 def test_random_weights_depend_on_the_seed_alone() -> None:
-    first, second, other = (random_kimi_k3(SMALL, seed)[1] for seed in (0, 0, 1))
+    first, other = (random_kimi_k3(SMALL, seed)[1] for seed in (0, 1))
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        second = random_kimi_k3(SMALL, 0)[1]
+    finally:
+        torch.set_default_dtype(torch.float32)
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
 

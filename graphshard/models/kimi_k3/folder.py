@@ -46,7 +46,7 @@ def random_pieces(config: KimiK3ModelConfig, seed: int = 0) -> dict[str, Tensor]
     pieces = {}
     for specs in KimiK3(config, 1, 1, fused=False).pieces.values():
         for spec in specs:
-            values = torch.randn(spec.shape, generator=generator)
+            values = torch.randn(spec.shape, generator=generator, dtype=torch.float32, device="cpu")
             pieces[spec.name] = _scaled(spec, values).to(getattr(torch, spec.dtype))
     return pieces
 
