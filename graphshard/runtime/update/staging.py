@@ -101,8 +101,8 @@ class Staging:
         store = TensorsInHand({name: tensor})
         if self._is_fleeting(tensor):
             raise LoadError(
-                f"{name} is a view of a slot, which holds other weights' bytes too: give what the module's state_dict() "
-                f"or whole_weight({name!r}) gives"
+                f"{name} is a view of a slot, which holds other weights' bytes too: give what state_dict() of a "
+                f"module, or whole_weight({name!r}), gives"
             )
         self._entries[name] = store.entries[name]
         self.checksums[name] = checksum_of_pieces(_stripes(store, name))
