@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from graphshard.cli.common import COUNT, Output, answering
+from graphshard.core.counts import counted
 from graphshard.core.sizes import format_bytes
 from graphshard.load.progress import byte_bar
 from graphshard.load.reshard import reshard
@@ -51,11 +52,11 @@ def command(out: Output, source: Path, target: Path, world_size: int | None, to_
             "bytes_written": sum(files.values()),
             "seconds": time.perf_counter() - begin,
         }
-    what = "a checkpoint" if world_size is None else f"shard files for {world_size} ranks"
+    what = "a checkpoint" if world_size is None else f"shard files for {counted(world_size, 'rank')}"
     read, written = format_bytes(found["bytes_read"]), format_bytes(found["bytes_written"])
     rate = found["bytes_read"] / found["seconds"] / 1e9
     out.say(
-        f"wrote {target}: {what}, {written}, of those for {found['from_world_size']} ranks (epoch {found['epoch']}); "
-        f"{read} read and verified in {found['seconds']:.1f} s ({rate:.2f} GB/s)"
+        f"wrote {target}: {what}, {written}, of those for {counted(found['from_world_size'], 'rank')} (epoch {found['epoch']}); "
+        f"{read} read and verified in {found['seconds']:.2f} s ({rate:.2f} GB/s)"
     )
     out.emit([{"file": str(file), "num_bytes": num_bytes} for file, num_bytes in files.items()], **found)

@@ -1,1 +1,1 @@
-"""Checkpoints on disk, read by byte ranges."""
+"""Weights on disk: checkpoints read by byte ranges, recipes over their tensors, shard files. No torch."""
