@@ -53,10 +53,11 @@ def command(out: Output, source: Path, target: Path, world_size: int | None, to_
             "seconds": time.perf_counter() - begin,
         }
     what = "a checkpoint" if world_size is None else f"shard files for {counted(world_size, 'rank')}"
+    source_ranks = counted(found["from_world_size"], "rank")
     read, written = format_bytes(found["bytes_read"]), format_bytes(found["bytes_written"])
     rate = found["bytes_read"] / found["seconds"] / 1e9
     out.say(
-        f"wrote {target}: {what}, {written}, of those for {counted(found['from_world_size'], 'rank')} (epoch {found['epoch']}); "
+        f"wrote {target}: {what}, {written}, of those for {source_ranks} (epoch {found['epoch']}); "
         f"{read} read and verified in {found['seconds']:.2f} s ({rate:.2f} GB/s)"
     )
     out.emit([{"file": str(file), "num_bytes": num_bytes} for file, num_bytes in files.items()], **found)
