@@ -32,7 +32,7 @@ def defaults(name: str) -> Iterator[None]:
 
 
 def engine() -> list[Tensor]:
-    """The weights of a module that was prepared, loaded, quantised online and finalized."""
+    """The weights of a module that was prepared, loaded, quantised online, finalized and updated."""
     found = []
     for per in ("tensor", "channel"):
         follow = {"*_scale": 1} if per == "channel" else {}
@@ -40,6 +40,7 @@ def engine() -> list[Tensor]:
         load_all(prepared, TENSORS, PARTS)
         online_fp8(prepared, per)
         with prepared.finalize(**PLAN) as attached:
+            attached.update({name: tensor.clone() for name, tensor in prepared.module.state_dict().items()})
             found += [attached.whole_weight(weight.name) for weight in attached.runtime.model.weights]
     return found
 

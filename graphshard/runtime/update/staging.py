@@ -127,7 +127,7 @@ class Staging:
         source = RecipeSource(store, {weight: recipe} if weight in self._recipes else None)
         source.prepare(ModelSpec(weight, (spec,), ()), self._alone)
         for place in self._places.get(weight, ()):
-            data = torch.empty(place.num_bytes, dtype=torch.uint8)
+            data = torch.empty(place.num_bytes, dtype=torch.uint8, device="cpu")
             source.read_into(spec, place.weight_begin, data.numpy().data)
             self.pieces.append(StagedPiece(place, data))
             self.staged_bytes += place.num_bytes
