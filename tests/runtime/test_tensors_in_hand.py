@@ -51,7 +51,10 @@ def _freed_view(tensor: Tensor) -> Tensor:
 CASES: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "wrapper": (Elsewhere, f"{FIRST} is a Elsewhere, which keeps its bytes elsewhere"),
     "parameter": (lambda t: torch.nn.Parameter(Elsewhere(t), requires_grad=False), f"{FIRST} is a Elsewhere, which"),
-    "nested": (lambda t: torch.nested.nested_tensor([t], layout=torch.jagged), f"{FIRST} is a nested tensor, which keeps its bytes"),
+    "nested": (
+        lambda t: torch.nested.nested_tensor([t], layout=torch.jagged),
+        f"{FIRST} is a nested tensor, which",
+    ),
     "sparse": (Tensor.to_sparse, f"{FIRST} has the layout torch.sparse_coo"),
     "freed": (_freed, f"{FIRST} has lost its memory: 150 bytes are left of 300"),
     "freed view": (_freed_view, f"{FIRST} has lost its memory: 300 bytes are left of 600"),
@@ -69,6 +72,16 @@ def test_a_load_names_what_it_cannot_read(kind: str) -> None:
     ended = try_on_ranks(lambda group: compile_bytes(group, MODEL, checkpoint=tensors).close(), 2)
     assert {(one.error_type, one.error) for one in ended} == {("LoadError", ended[0].error)}
     assert says in ended[0].error and "give a plain tensor that holds all its bytes" in ended[0].error
+
+
+@pytest.mark.parametrize("checkpoint", [None, 3, [("w", torch.ones(1))]])
+def test_what_is_no_checkpoint_is_named_on_all_ranks(checkpoint: object) -> None:
+    def go(group: Group) -> None:
+        compile_bytes(group, MODEL, checkpoint=checkpoint if group.rank else MODEL.tensors()).close()
+
+    ended = try_on_ranks(go, 2)
+    assert {(one.error_type, one.error) for one in ended} == {("SpecError", ended[0].error)}
+    assert "failed on rank 1" in ended[0].error and "give a path, or tensors by name" in ended[0].error
 
 
 def test_an_update_names_what_it_cannot_read() -> None:

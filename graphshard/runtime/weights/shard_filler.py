@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ from graphshard.comm.checksums import Checksum
 from graphshard.comm.group import Group
 from graphshard.comm.rejoin import Newcomer
 from graphshard.core.counts import by_value
-from graphshard.core.errors import LoadError
+from graphshard.core.errors import LoadError, SpecError
 from graphshard.core.layout import UnitLayout, WeightView, chunk_pieces
 from graphshard.core.specs import ModelSpec, WeightSpec
 from graphshard.load.reshard import reshard_command
@@ -33,6 +34,7 @@ def open_shards(group: Group, checkpoint: object, spec: Callable[[], ModelSpec])
     Collective; alone on a rank that came back.
 
     Raises:
+        SpecError: on every rank: `checkpoint` is neither a path nor a mapping.
         LoadError: on every rank: the files are for another number of ranks or other weights, the manifest is damaged,
             or ranks load unlike things.
     """
@@ -144,7 +146,9 @@ class _Reading:
 
 
 def _open(checkpoint: object, spec: Callable[[], ModelSpec], world_size: int) -> ShardFolder | None:
-    found = find_shards(Path(checkpoint)) if isinstance(checkpoint, str | Path) else None
+    if not isinstance(checkpoint, (str, os.PathLike, Mapping)):
+        raise SpecError(f"checkpoint={checkpoint!r} is no checkpoint: give a path, or tensors by name")
+    found = None if isinstance(checkpoint, Mapping) else find_shards(Path(checkpoint))
     if found is None:
         return None
     path, manifest = found.path, found.manifest
