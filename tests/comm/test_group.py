@@ -79,7 +79,7 @@ def test_unlike_calls_are_named_on_all_ranks(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_one_ranks_error_is_everybodys(mode: str) -> None:
-    """A14: a rank that fails before a collective must not leave the others in it."""
+    """A rank that fails before a collective must not leave the others in it."""
     assert run_on_ranks(fail_alone, 3, [], mode=mode) == ["loaded"] * 3
     outcomes = try_on_ranks(fail_alone, 3, [2], mode=mode)
     text = "load failed on rank 2: weight w has dtype int8 in rank 2's copy"
