@@ -14,6 +14,7 @@ from update_programs import (
     OLD_STAGES,
     fail,
     is_padding_zero,
+    raised,
     refusals,
     try_update,
     updating,
@@ -106,3 +107,31 @@ def random_faults(chance: random.Random, count: int, world_size: int) -> list[li
     """Three in four updates have one."""
     faults = [[chance.choice(STAGES), chance.randrange(world_size)] for _ in range(count)]
     return [fault if chance.random() < 0.75 else [] for fault in faults]
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit])
+def test_a_rank_that_is_interrupted_holds_nobody_up(kind: type[BaseException]) -> None:
+    """Others hear of it at once, not after their limit; their old weights stay, and the next update goes well."""
+
+    def go(group: Group) -> list[Any]:
+        model = ByteModel(LAYERS)
+        runtime, stage = updating(group, model)
+
+        def interrupt() -> None:
+            raise kind("Ctrl-C")
+
+        with runtime:
+            if group.rank == 1:
+                stage.arm("staging", interrupt)
+                with pytest.raises(kind):
+                    runtime.update(model.tensors(1))
+                said = ""
+            else:
+                said = raised(lambda: runtime.update(model.tensors(1)))
+            before = version_of(runtime, model, (0, 1, 2))
+            runtime.update(model.tensors(2))
+            return [said, before, version_of(runtime, model, (0, 1, 2))]
+
+    (said, *versions), others = run_on_ranks(go, 2)
+    assert f"update: staging was interrupted on rank 1 by {kind.__name__}: Ctrl-C" in said, said
+    assert "the weights of epoch 0 stay" in said and [versions, others] == [[0, 2], ["", 0, 2]]

@@ -362,34 +362,6 @@ def test_tensors_of_an_update_cannot_begin_another() -> None:
         assert "update was called by what gives the tensors of an update" in said and version == 0
 
 
-@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit])
-def test_a_rank_that_is_interrupted_holds_nobody_up(kind: type[BaseException]) -> None:
-    """Others hear of it at once, not after their limit; their old weights stay, and the next update goes well."""
-
-    def go(group: Group) -> list[Any]:
-        model = ByteModel(LAYERS)
-        runtime, stage = updating(group, model)
-
-        def interrupt() -> None:
-            raise kind("Ctrl-C")
-
-        with runtime:
-            if group.rank == 1:
-                stage.arm("staging", interrupt)
-                with pytest.raises(kind):
-                    runtime.update(model.tensors(1))
-                said = ""
-            else:
-                said = raised(lambda: runtime.update(model.tensors(1)))
-            before = version_of(runtime, model, (0, 1, 2))
-            runtime.update(model.tensors(2))
-            return [said, before, version_of(runtime, model, (0, 1, 2))]
-
-    (said, *versions), others = run_on_ranks(go, 2)
-    assert f"update: staging was interrupted on rank 1 by {kind.__name__}: Ctrl-C" in said, said
-    assert "the weights of epoch 0 stay" in said and [versions, others] == [[0, 2], ["", 0, 2]]
-
-
 def test_two_updates_of_one_rank_come_one_after_the_other() -> None:
     """Two threads of one rank, alone."""
 
