@@ -20,7 +20,7 @@ from graphshard.runtime.model import Segment, StepState
 from graphshard.runtime.runtime import Runtime
 from graphshard.runtime.weights.fill import SourceFiller
 from graphshard.runtime.weights.recipe_source import RecipeSource
-from graphshard.runtime.weights.tensor_store import TensorsInHand
+from graphshard.runtime.weights.tensors_in_hand import TensorsInHand
 
 
 class NoopModel:

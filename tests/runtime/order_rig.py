@@ -29,7 +29,7 @@ from graphshard.runtime.compiled import Compiled
 from graphshard.runtime.memory import RuntimeMemory
 from graphshard.runtime.weights.fill import SourceFiller
 from graphshard.runtime.weights.recipe_source import RecipeSource
-from graphshard.runtime.weights.tensor_store import TensorsInHand
+from graphshard.runtime.weights.tensors_in_hand import TensorsInHand
 
 WORLD_SIZE, NUM_UNITS, NUM_SLOTS, UNIT_BYTES = 2, 5, 8, 1024
 TIMEOUT_S = 30.0

@@ -17,7 +17,7 @@ from graphshard.load.recipe_types import result_of
 from graphshard.load.store import TensorStore
 from graphshard.recipes import Recipe
 from graphshard.runtime.weights.recipe_source import RecipeSource
-from graphshard.runtime.weights.tensor_store import TensorsInHand
+from graphshard.runtime.weights.tensors_in_hand import TensorsInHand
 
 
 def model_of(recipes: Mapping[str, Recipe], store: TensorStore) -> ModelSpec:

@@ -17,7 +17,7 @@ from graphshard.load.recipe import Cast, QuantizeFp8, Read, Recipe, RequantizeUe
 from graphshard.load.recipe_types import typed
 from graphshard.runtime.weights import formats
 from graphshard.runtime.weights.evaluate import amax, evaluate, scale_from_amax, scaled_per_tensor
-from graphshard.runtime.weights.tensor_store import TensorsInHand
+from graphshard.runtime.weights.tensors_in_hand import TensorsInHand
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from graphshard.core.layout import Layout, UnitLayout, chunk_pieces
 from graphshard.core.specs import WeightSpec
 from graphshard.runtime.weights import fill
 from graphshard.runtime.weights.coverage import check_coverage
-from graphshard.runtime.weights.tensor_store import TensorsInHand
+from graphshard.runtime.weights.tensors_in_hand import TensorsInHand
 
 Held = list[dict[str, list[tuple[int, int]]]]
 

@@ -25,7 +25,7 @@ from graphshard.load.checkpoint import Checkpoint
 from graphshard.runtime import memory
 from graphshard.runtime.weights import fill
 from graphshard.runtime.weights.report import LoadReport
-from graphshard.runtime.weights.tensor_store import TensorsInHand
+from graphshard.runtime.weights.tensors_in_hand import TensorsInHand
 
 
 def _load_both(group: Group, folder: str, model: ModelSpec, tensors: dict[str, Tensor]) -> tuple[list[str], int]:

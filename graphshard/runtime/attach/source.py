@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from graphshard.comm.group import Group
 from graphshard.core.specs import ModelSpec, WeightSpec
 from graphshard.runtime.weights.replicated import bytes_hash
-from graphshard.runtime.weights.tensor_store import TensorsInHand
+from graphshard.runtime.weights.tensors_in_hand import TensorsInHand
 
 
 class ModuleSource:

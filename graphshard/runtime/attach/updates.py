@@ -12,7 +12,7 @@ from graphshard.core.errors import LoadError
 from graphshard.core.sizes import DTYPE_BITS
 from graphshard.runtime.attach.spec import dtype_name
 from graphshard.runtime.update.outside import Outside
-from graphshard.runtime.weights.tensor_store import TensorsInHand
+from graphshard.runtime.weights.tensors_in_hand import TensorsInHand
 
 
 def outside_of(module: nn.Module, sharded: Mapping[str, nn.Parameter], fixed: Collection[str]) -> Outside:

@@ -24,7 +24,7 @@ from graphshard.load.store import TensorEntry
 from graphshard.runtime.update.places import Place
 from graphshard.runtime.update.selection import Selection
 from graphshard.runtime.weights.recipe_source import RecipeSource
-from graphshard.runtime.weights.tensor_store import TensorsInHand
+from graphshard.runtime.weights.tensors_in_hand import TensorsInHand
 
 _STRIPE_BYTES = 1 << 20
 """What is hashed at a time: it stays in the cache."""

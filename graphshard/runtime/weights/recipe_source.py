@@ -29,7 +29,7 @@ from graphshard.load.recipe_types import Typed, typed
 from graphshard.load.store import TensorStore
 from graphshard.runtime.weights.evaluate import amax, evaluate, scale_from_amax, scaled_per_tensor, stripes
 from graphshard.runtime.weights.replicated import check_source
-from graphshard.runtime.weights.tensor_store import TensorsInHand
+from graphshard.runtime.weights.tensors_in_hand import TensorsInHand
 
 
 @dataclass(frozen=True)
