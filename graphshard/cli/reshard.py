@@ -8,7 +8,8 @@ from typing import Any
 
 import click
 
-from graphshard.cli.common import COUNT, Output, answering
+from graphshard.cli.common import Output, answering
+from graphshard.cli.planning import RANKS
 from graphshard.core.counts import counted
 from graphshard.core.sizes import format_bytes
 from graphshard.load.progress import byte_bar
@@ -24,7 +25,7 @@ JSON_HELP = """JSON keys: `rows` {file, num_bytes} of what was written; `world_s
 @click.command("reshard", epilog=JSON_HELP)
 @click.argument("source", metavar="IN", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.argument("target", metavar="OUT", type=click.Path(path_type=Path))
-@click.option("--world-size", type=COUNT, help="Ranks that OUT, a new folder, is for.")
+@click.option("--world-size", type=RANKS, help="Ranks that OUT, a new folder, is for.")
 @click.option("--to-checkpoint", is_flag=True, help="Make OUT a safetensors file of whole weights instead.")
 @answering
 def command(out: Output, source: Path, target: Path, world_size: int | None, to_checkpoint: bool) -> None:
