@@ -147,7 +147,10 @@ def test_who_may_not_come_in_is_told_why(tmp_path: Path) -> None:
                 come_back_lying,
                 "model",
             ): 'CommError: certificates differ: model is "digest=mini" on ranks 0 2, "digest=other" on',
-            (come_back_lying, "bytes"): "LoadError: rank 1 loaded other bytes of units 0 1 2 3 4 than the others know of",
+            (
+                come_back_lying,
+                "bytes",
+            ): "LoadError: rank 1 loaded other bytes of units 0 1 2 3 4 than the others know of",
             (announce_unchecked, "model"): "CommError: rank 1 has certificate ",
             (announce_unchecked, "bytes"): "CommError: rank 1 loaded other bytes than it must have: use the checkpoint",
         }
