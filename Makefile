@@ -10,6 +10,8 @@ SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name 'CMakeLists.t
 
 # Processes of tests side by side (tests/conftest.py: how many). Each has whole files, as far as it comes out even.
 PYTEST := $(BIN)/python -m pytest -q -p no:benchmark -n auto --dist worksteal
+# Their tests leave captured gathers behind that wait for ever, on threads that keep looking: processes of their own.
+STUCK  := tests/runtime/test_nccl*.py
 
 export OMP_NUM_THREADS ?= 1
 
@@ -38,10 +40,12 @@ demo: $(DEMO)
 	$(BIN)/graphshard demo
 
 test: $(DEMO)
-	$(PYTEST) tests
+	$(PYTEST) tests $(STUCK:%=--ignore-glob='*/%')
+	$(PYTEST) $(STUCK)
 
 test-all: $(DEMO)
-	$(PYTEST) tests --slow
+	$(PYTEST) tests $(STUCK:%=--ignore-glob='*/%') --slow
+	$(PYTEST) $(STUCK) --slow
 
 test-tsan: $(STAMP)
 	$(BIN)/cmake -S . -B build/tsan -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python \

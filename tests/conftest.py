@@ -15,10 +15,6 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # ranks.py and census.py are helpers of the tests alone
 
-LAST = "test_nccl"
-"""How files begin whose tests leave captured gathers behind that wait for ever, on threads that keep looking: these run
-after all others, which count threads and are slower beside them."""
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="also run the tests marked slow (`make test-all`)")
@@ -31,7 +27,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.name.startswith(LAST))
     if config.getoption("--slow"):
         return
     slow = [item for item in items if item.get_closest_marker("slow")]
