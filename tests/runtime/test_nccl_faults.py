@@ -120,11 +120,12 @@ def test_two_communicators_in_opposite_orders_end_by_name_and_both_close() -> No
         assert wrong == [] and closed_s < SOON_S
         for name, (text, _) in zip(("draft", "target") if rank == 1 else ("target", "draft"), told, strict=True):
             texts[name].add(text)
-    # who gives up first goes on to the other step, which may come just in time for those that wait there
+    # who gives up first goes on to the other step, which may come just in time for those that wait there, or just not
     assert all(len(found) == 1 for found in texts.values()) and texts != {"target": {""}, "draft": {""}}
     (target,), (draft,) = texts["target"], texts["draft"]
-    assert target == "" or "ranks 0 2 came to it, rank 1 did not" in target
-    assert draft == "" or re.search(r" came to it, ranks? [02 ]+ did not; ", draft)
+    just_not = "all ranks came to it, and it did not end"
+    assert target == "" or "ranks 0 2 came to it, rank 1 did not" in target or just_not in target
+    assert draft == "" or re.search(r" came to it, ranks? [02 ]+ did not; ", draft) or just_not in draft
 
 
 def test_replays_from_two_threads_do_not_meet() -> None:

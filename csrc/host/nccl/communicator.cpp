@@ -1,5 +1,6 @@
 #include "communicator.h"
 
+#include <algorithm>
 #include <chrono>
 #include <thread>
 
@@ -10,6 +11,20 @@ namespace graphshard::hostnccl {
 namespace {
 
 constexpr auto kPoll = std::chrono::microseconds(200);
+constexpr std::chrono::nanoseconds kSlowestPoll = std::chrono::milliseconds(20);
+
+// Looks at what may never end: for half a second as often as elsewhere, and the longer it lasts the less often, since
+// threads that look for ever would take the cores from those that work.
+class SlowingPoll {
+ public:
+  void sleep() {
+    std::this_thread::sleep_for(pause_);
+    pause_ = std::min(pause_ + pause_ / 20, kSlowestPoll);
+  }
+
+ private:
+  std::chrono::nanoseconds pause_ = kPoll;
+};
 
 ncclWindow_t handle_of(size_t index) { return reinterpret_cast<ncclWindow_t>(index + 1); }
 
@@ -124,7 +139,7 @@ bool Communicator::is_idle() const {
 
 void Communicator::drain() {
   enter_driver();
-  for (;; std::this_thread::sleep_for(kPoll)) {
+  for (SlowingPoll poll;; poll.sleep()) {
     const std::lock_guard lock(calls_);  // given up between looks: others may ask what this one waits for
     if (!flags_ || group_.is_aborted() || is_idle()) return;
   }
@@ -134,10 +149,9 @@ void Communicator::abort() {
   group_.abort();
   const std::lock_guard lock(calls_);
   enter_driver();
-  while (flags_ && !is_idle()) {
+  for (SlowingPoll poll; flags_ && !is_idle(); poll.sleep()) {
     Progress(*flags_).release_eager(sequence_);
     set_word(stuck_word(), 1);
-    std::this_thread::sleep_for(kPoll);
   }
   if (!has_captured_) return;
   // A graph may be launched after all: what its nodes point at stays mapped for good.
