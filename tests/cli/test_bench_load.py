@@ -38,7 +38,9 @@ def test_beside_fsdp2(tmp_path: Path) -> None:
     assert answer.code in (0, 1), answer.err
     rows = {row["what"]: row for row in answer.json["rows"][4:]}
     assert list(rows) == ["graphshard", "fsdp2", "fsdp2_mapped"]
-    assert rows["fsdp2"]["x_checkpoint"] >= 2 and rows["fsdp2"]["peak_bytes"] >= 2 * rows["fsdp2"]["checkpoint_bytes"]
+    assert rows["fsdp2"]["x_checkpoint"] >= 2
+    # both ranks hold all of it, and not at the very same moment: memory is sampled
+    assert rows["fsdp2"]["peak_bytes"] >= 1.5 * rows["fsdp2"]["checkpoint_bytes"]
     assert rows["graphshard"]["peak_bytes"] < rows["fsdp2"]["peak_bytes"]
     assert "every rank fills a whole module" in answer.err
 

@@ -116,6 +116,15 @@ def is_mapped(address: int) -> bool:
     return False
 
 
+def is_window(address: int) -> bool:
+    """Whether a window (a mapped memfd) lies at `address`; anonymous memory comes and goes at any free address."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        begin, end = (int(part, 16) for part in line.split(" ", 1)[0].split("-"))
+        if begin <= address < end:
+            return "/memfd:graphshard" in line
+    return False
+
+
 def memory_addresses(runtime: Runtime) -> Sequence[int]:
     """Where shards, slots, resident weights and buffers begin."""
     return [row.address for row in runtime.buffer_table()]

@@ -13,7 +13,7 @@ import torch
 from byte_model import ByteModel
 from byte_steps import compile_bytes, wrong_after
 from census import no_growth
-from fault_tools import InThread, alone, collect, is_mapped, memory_addresses, reorder, with_run
+from fault_tools import InThread, alone, collect, is_mapped, is_window, memory_addresses, reorder, with_run
 from order_rig import Rig
 from ranks import run_on_ranks
 from verify_cases import good_programs
@@ -294,15 +294,16 @@ def test_captured_memory_is_pinned_while_its_graph_lives() -> None:
     assert wrong_after(runtime, model, graph.replay) == []
     assert all(bool((other == 0xFF).all()) for other in others)
     outputs = runtime.buffers(StepShape(1), "output")
-    slots = next(row.address for row in runtime.buffer_table() if row.name == "slots")
+    shards, slots = (next(r.address for r in runtime.buffer_table() if r.name == name) for name in ("shards", "slots"))
+    assert is_window(shards) and is_window(slots)
     runtime.close()
     collect()
-    gone = not is_mapped(slots) and torch.UntypedStorage._expired(alive)
+    gone = not is_window(slots) and torch.UntypedStorage._expired(alive)
     assert gone, "also while graph and runtime are still referred to"
     assert model.wrong(outputs) == [], "what a caller holds stays"
     del outputs, graph, runtime
     collect()
-    assert not any(map(is_mapped, pinned))
+    assert not is_window(shards) and not is_window(slots)
     torch.UntypedStorage._free_weak_ref(alive)
 
 
