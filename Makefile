@@ -8,10 +8,11 @@ TORCH  ?= torch==2.13.0
 CUDA13 ?= nvidia-cuda-runtime==13.5.*
 SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name 'CMakeLists.txt') CMakeLists.txt pyproject.toml
 
-# Processes of tests side by side (tests/conftest.py: how many). Each has whole files, as far as it comes out even.
-PYTEST := $(BIN)/python -m pytest -q -p no:benchmark -n auto --dist worksteal
-# Their tests leave captured gathers behind that wait for ever, on threads that keep looking: processes of their own.
-STUCK  := tests/runtime/test_nccl*.py
+# One process of pytest after another: what some tests leave behind (captured gathers that wait for ever) slows others.
+PYTEST := $(BIN)/python -m pytest -q -p no:benchmark
+PARTS  := "tests --ignore=tests/runtime" tests/runtime/test_[a-b]*.py tests/runtime/test_[c-e]*.py \
+  tests/runtime/test_[f-m]*.py tests/runtime/test_n*.py tests/runtime/test_[o-s]*.py tests/runtime/test_[t-z]*.py
+parts   = set -f; for part in $(PARTS); do set +f; echo "$$part"; $(PYTEST) $$part $(1) || exit 1; set -f; done
 
 export OMP_NUM_THREADS ?= 1
 
@@ -40,12 +41,10 @@ demo: $(DEMO)
 	$(BIN)/graphshard demo
 
 test: $(DEMO)
-	$(PYTEST) tests $(STUCK:%=--ignore-glob='*/%')
-	$(PYTEST) $(STUCK)
+	@$(call parts,)
 
 test-all: $(DEMO)
-	$(PYTEST) tests $(STUCK:%=--ignore-glob='*/%') --slow
-	$(PYTEST) $(STUCK) --slow
+	@$(call parts,--slow)
 
 test-tsan: $(STAMP)
 	$(BIN)/cmake -S . -B build/tsan -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python \
