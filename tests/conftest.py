@@ -1,15 +1,10 @@
-"""Options and hooks shared by all tests: `--slow` runs the long ones, and every skip prints its reason.
-
-`make test` runs processes of pytest side by side (pytest-xdist): how many is said here, and each calls these hooks.
-"""
+"""Options and hooks shared by all tests: `--slow` runs the long ones, and every skip prints its reason."""
 
 from __future__ import annotations
 
 import gc
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -33,22 +28,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if slow:
         config.hook.pytest_deselected(items=slow)  # counted on the last line, run by `make test-all`
         items[:] = [item for item in items if item not in slow]
-    if hasattr(config, "workeroutput"):
-        config.workeroutput["num_slow"] = len(slow)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers() -> int:
-    """Two, as tests wait for their ranks much of the time; one where there is a GPU, whose memory tests count."""
-    return 1 if Path("/dev/nvidiactl").exists() else 2
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: Any) -> None:
-    """One of the processes has ended; slow tests are counted on the last line with these too."""
-    reporter = node.config.pluginmanager.get_plugin("terminalreporter")
-    if num_slow := getattr(node, "workeroutput", {}).get("num_slow"):
-        reporter.stats["deselected"] = [SimpleNamespace() for _ in range(num_slow)]
 
 
 @pytest.fixture(autouse=True, scope="module")
