@@ -7,13 +7,13 @@ file, and each file counts once: what PSS adds up to, whenever the ranks are loo
 
 from __future__ import annotations
 
-import threading
 import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
+
+from graphshard.bench.sampling import Sampler
 
 INTERVAL_S = 0.05
 ANONYMOUS = "anonymous"
@@ -24,34 +24,18 @@ Held = Mapping[str, int]
 Samples = Mapping[int, Held]
 
 
-class SampledMemory:
-    """A context manager: samples this process at every multiple of 50 ms of the machine's clock, and at both ends.
+class SampledMemory(Sampler):
+    """A context manager: samples this process's memory every 50 ms. Ranks of one machine have the same clock.
 
-    `samples` holds `held_now()` by the number of the multiple; processes of one machine have the same clock.
+    `samples` holds `held_now()` by the number of the clock's multiple.
     """
 
     def __init__(self) -> None:
+        super().__init__(INTERVAL_S)
         self.samples: dict[int, Held] = {}
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._sample, name="graphshard-samples", daemon=True)
 
-    def __enter__(self) -> SampledMemory:
-        self._take()
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._ended.set()
-        self._thread.join()
-        self._take()
-
-    def _sample(self) -> None:
-        while not self._ended.wait(INTERVAL_S - time.monotonic() % INTERVAL_S):
-            self._take()
-
-    def _take(self) -> None:
+    def take(self) -> None:
+        """See Sampler."""
         at = int(time.monotonic() / INTERVAL_S)
         self.samples[at] = _largest((self.samples.get(at, {}), held_now()))
 

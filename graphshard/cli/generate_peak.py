@@ -2,43 +2,28 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
-from types import TracebackType
 
 from graphshard.bench.memory import read_pss
+from graphshard.bench.sampling import Sampler
 
 INTERVAL_S = 0.02
 
 
-class PeakMemory:
+class PeakMemory(Sampler):
     """A context manager: `rss_bytes` and `pss_bytes` are the peaks inside it, `is_rss_exact` whether from its begin on.
 
     RSS counts pages that are shared with others in full, PSS its share of them; both count pages of mapped files.
     """
 
     def __init__(self) -> None:
-        self.rss_bytes = 0
-        self.pss_bytes = 0
+        super().__init__(INTERVAL_S)
+        self.rss_bytes = self.pss_bytes = 0
         self.is_rss_exact = _reset_rss_peak()
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._sample, name="graphshard-peak", daemon=True)
 
-    def __enter__(self) -> PeakMemory:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._ended.set()
-        self._thread.join()
-        self.pss_bytes = max(self.pss_bytes, read_pss().total_bytes)
-        self.rss_bytes = _rss_peak_bytes()
-
-    def _sample(self) -> None:
-        while not self._ended.wait(INTERVAL_S):
-            self.pss_bytes = max(self.pss_bytes, read_pss().total_bytes)
+    def take(self) -> None:
+        """See Sampler."""
+        self.rss_bytes, self.pss_bytes = _rss_peak_bytes(), max(self.pss_bytes, read_pss().total_bytes)
 
 
 def _reset_rss_peak() -> bool:

@@ -56,6 +56,12 @@ class Filler(Protocol):
         """What `fill` did."""
 
 
+def windows_of(view: WeightView) -> Iterator[WeightView]:
+    """The bytes of a resident weight, in order, in parts that are written at a time; their shape means nothing."""
+    for begin in range(0, view.num_bytes, WINDOW_BYTES):
+        yield replace(view, offset=view.offset + begin, num_bytes=min(WINDOW_BYTES, view.num_bytes - begin))
+
+
 class SourceFiller:
     """Fills from a source of weights, each rank its own part."""
 
@@ -137,10 +143,9 @@ class _Loading:
 
     def _fill_resident(self, view: WeightView) -> int:
         spec = self._model.weight(view.weight)
-        for begin in range(0, view.num_bytes, WINDOW_BYTES):
-            part = replace(view, offset=view.offset + begin, num_bytes=min(WINDOW_BYTES, view.num_bytes - begin))
+        for part in windows_of(view):
             with self._memory.writing_resident(part) as out:
-                for _ in self._read(spec, begin, out):
+                for _ in self._read(spec, part.offset - view.offset, out):
                     pass
         return 0
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from graphshard.load.shard_folder import ShardFolder, find_shards
 from graphshard.load.shard_manifest import ShardManifest
 from graphshard.runtime.compiled import Compiled
 from graphshard.runtime.memory import RuntimeMemory
-from graphshard.runtime.weights.fill import NUM_THREADS, PIECE_BYTES, WINDOW_BYTES
+from graphshard.runtime.weights.fill import NUM_THREADS, PIECE_BYTES, WINDOW_BYTES, windows_of
 from graphshard.runtime.weights.report import LoadedWeight, LoadReport
 from graphshard.runtime.weights.watch import LoadWatch, OnLoad
 from graphshard.runtime.weights.workers import Workers
@@ -129,8 +128,7 @@ class _Reading:
 
     def _fill_resident(self, index: int, view: WeightView) -> int:
         checksum = Checksum()
-        for begin in range(0, view.num_bytes, WINDOW_BYTES):
-            part = replace(view, offset=view.offset + begin, num_bytes=min(WINDOW_BYTES, view.num_bytes - begin))
+        for part in windows_of(view):
             with self._memory.writing_resident(part) as window:
                 self._read("resident", part.offset, window, checksum)
         self._file.check_resident(index, checksum.value)
