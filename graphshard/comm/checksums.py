@@ -43,6 +43,14 @@ def checksum_of_pieces(pieces: Iterable[Bytes]) -> int:
     return running.intdigest()
 
 
+def hash_of_pieces(pieces: Iterable[Bytes]) -> str:
+    """The xxh3_128 of all `pieces` one after the other: by it ranks tell whether they hold the same weights."""
+    running = xxhash.xxh3_128()
+    for piece in pieces:
+        running.update(piece)
+    return running.hexdigest()
+
+
 class ChunkChecksums:
     """The checksum of every rank's chunk of every unit."""
 

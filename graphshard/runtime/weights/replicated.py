@@ -1,6 +1,6 @@
 """Only what is truly replicated is sharded: ranks compare what they are about to load, weight by weight.
 
-Ranks that read the very same files need not; others compare a checksum of each weight, before anything is changed.
+Ranks that read the very same files need not; others compare a 128-bit hash of each weight, before anything is changed.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import zip_longest
 from typing import Any
 
-from graphshard.comm.checksums import checksum_of, checksum_of_pieces
+from graphshard.comm.checksums import hash_of_pieces
 from graphshard.comm.group import Group
 from graphshard.core.counts import by_value
 from graphshard.core.errors import SpecError
@@ -20,13 +20,13 @@ _STRIPE_BYTES = 4 << 20
 
 
 def bytes_hash(data: memoryview) -> str:
-    """The checksum as ranks tell it."""
-    return f"{checksum_of(data):016x}"
+    """A 128-bit hash, as ranks tell it."""
+    return hash_of_pieces([data])
 
 
 def source_hash(source: WeightSource, spec: WeightSpec) -> str:
     """`bytes_hash` of a whole weight, of which a stripe at a time is in memory."""
-    return f"{checksum_of_pieces(_stripes(source, spec)):016x}"
+    return hash_of_pieces(_stripes(source, spec))
 
 
 def check_source(group: Group, model: ModelSpec, source: WeightSource) -> None:
