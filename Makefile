@@ -8,15 +8,14 @@ TORCH  ?= torch==2.13.0
 CUDA13 ?= nvidia-cuda-runtime==13.5.*
 SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name 'CMakeLists.txt') CMakeLists.txt pyproject.toml
 
-# One process of pytest after another: what some tests leave behind (captured gathers that wait for ever) slows others.
 PYTEST := $(BIN)/python -m pytest -q -p no:benchmark
-PARTS  := "tests --ignore=tests/runtime" tests/runtime/test_[a-b]*.py tests/runtime/test_[c-e]*.py \
-  tests/runtime/test_[f-m]*.py tests/runtime/test_n*.py tests/runtime/test_[o-s]*.py tests/runtime/test_[t-z]*.py
-parts   = set -f; for part in $(PARTS); do set +f; echo "$$part"; $(PYTEST) $$part $(1) || exit 1; set -f; done
+# Processes of their own: what some of these leave behind (captured gathers that wait for ever) slows others.
+PARTS  := tests/runtime/test_[a-b]*.py tests/runtime/test_[c-e]*.py tests/runtime/test_[f-m]*.py \
+  tests/runtime/test_n*.py tests/runtime/test_[o-s]*.py tests/runtime/test_[t-z]*.py
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: all demo test test-all test-tsan build-cu13 lint format clean
+.PHONY: all demo test test-all test-runtime test-others test-tsan build-cu13 lint format clean
 
 all: $(STAMP)
 
@@ -40,11 +39,18 @@ $(DEMO): $(STAMP)
 demo: $(DEMO)
 	$(BIN)/graphshard demo
 
+# Two processes at a time; each one's output is shown when it has ended.
 test: $(DEMO)
-	@$(call parts,)
+	@$(MAKE) --no-print-directory -j 2 --output-sync test-runtime test-others
 
 test-all: $(DEMO)
-	@$(call parts,--slow)
+	@$(MAKE) --no-print-directory -j 2 --output-sync test-runtime test-others SLOW=--slow
+
+test-runtime:
+	@set -f; for part in $(PARTS); do set +f; $(PYTEST) $$part $(SLOW) || exit 1; done
+
+test-others:
+	@$(PYTEST) tests --ignore=tests/runtime $(SLOW)
 
 test-tsan: $(STAMP)
 	$(BIN)/cmake -S . -B build/tsan -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python \
