@@ -1,19 +1,20 @@
 """What exists: weights, segments and buffers as plain data, with no tensor and no device behind them.
 
 A *weight* is bytes with a shape. A *segment* is a piece of compute between two waits, and names the weights it
-reads. A *model* is weights in a canonical order and segments in the order in which they run.
+reads. A *model* is weights in a canonical order and segments in the order in which they run. A *fold* is a segment that
+runs between steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, get_args
 
 from graphshard.core.errors import SpecError
 from graphshard.core.sizes import dtype_bits, num_bytes
-from graphshard.core.text import digest_of, text_of
+from graphshard.core.text import OMIT_EMPTY, digest_of, text_of
 
 BufferHome = Literal["private", "window"]
 BufferRole = Literal["input", "output", "cache", "activation"]
@@ -107,6 +108,10 @@ class ModelSpec:
     kept: tuple[KeptWeight, ...] = ()
     """Weights that stay resident by the model's own rules, unless a plan's `include` names them. A model that has such
     rules wants all others inside its layers sharded, however small."""
+    folds: tuple[SegmentSpec, ...] = field(default=(), metadata={OMIT_EMPTY: True})
+    """Segments that run between steps, each for all layers at once: no slot has what they read, it stays resident."""
+    borrowed: tuple[str, ...] = field(default=(), metadata={OMIT_EMPTY: True})
+    """Weights that another runtime of the same rank keeps resident, and owns: no memory is reserved for them here."""
 
     def __post_init__(self) -> None:
         names = [weight.name for weight in self.weights]
@@ -115,16 +120,24 @@ class ModelSpec:
             raise SpecError(f"model {self.name}: weights named twice: {', '.join(twice)}")
         known = set(names)
         paths: set[str] = set()
-        for segment in self.segments:
+        for segment in (*self.segments, *self.folds):
             if segment.path in paths:
                 raise SpecError(f"model {self.name}: two segments are called {segment.path}; give each its own name")
             paths.add(segment.path)
             missing = [name for name in segment.reads if name not in known]
             if missing:
                 raise SpecError(f"model {self.name}: segment {segment.path} reads unknown weights {missing}")
+        for fold in self.folds:
+            if fold.layer is not None:
+                raise SpecError(f"model {self.name}: fold {fold.path} runs for all layers at once: give it layer None")
         unknown = [kept.weight for kept in self.kept if kept.weight not in known]
         if unknown:
             raise SpecError(f"model {self.name}: keeps unknown weights {unknown}")
+        unknown = [name for name in self.borrowed if name not in known]
+        if unknown:
+            raise SpecError(f"model {self.name}: borrows weights that it does not declare: {unknown}")
+        if len(set(self.borrowed)) != len(self.borrowed):
+            raise SpecError(f"model {self.name}: borrows a weight twice: {list(self.borrowed)}")
 
     def weight(self, name: str) -> WeightSpec:
         """The weight called `name`; SpecError if there is none."""
@@ -137,6 +150,18 @@ class ModelSpec:
     def why_kept(self) -> dict[str, str]:
         """The reasons of `kept`, by weight."""
         return {kept.weight: kept.reason for kept in self.kept}
+
+    @cached_property
+    def why_whole(self) -> dict[str, str]:
+        """Weights that no plan may shard, whatever it is asked for, and why."""
+        reasons = {name: f"read by {fold.path}, for all layers at once" for fold in self.folds for name in fold.reads}
+        return reasons | dict.fromkeys(self.borrowed, "borrowed from the target")
+
+    @cached_property
+    def owned(self) -> tuple[WeightSpec, ...]:
+        """The weights that are not borrowed, in order: those that are loaded, updated and saved."""
+        borrowed = set(self.borrowed)
+        return tuple(weight for weight in self.weights if weight.name not in borrowed)
 
     @cached_property
     def _weights_by_name(self) -> dict[str, WeightSpec]:

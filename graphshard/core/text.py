@@ -5,7 +5,8 @@
         WeightSpec name=embed shape=[8,4] dtype=float32 strides=none
         ...
 
-A dataclass prints its plain fields on one line; its tuples of dataclasses follow, indented.
+A dataclass prints its plain fields on one line; its tuples of dataclasses follow, indented. A field with the metadata
+`OMIT_EMPTY` prints only if it is not empty: values without it keep the digests from before there was such a field.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ import hashlib
 import json
 import re
 from dataclasses import fields, is_dataclass
+from typing import Final
 
 _PLAIN_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.:/\-]*")
+OMIT_EMPTY: Final = "omit_empty"
+"""Key of a field's metadata, see above."""
 _RESERVED = frozenset({"none", "true", "false"})
 
 
@@ -48,6 +52,8 @@ def _append(lines: list[str], prefix: str, value: object, depth: int) -> None:
     nested: list[tuple[str, tuple[object, ...]]] = []
     for field in fields(value):
         content = getattr(value, field.name)
+        if not content and field.metadata.get(OMIT_EMPTY):
+            continue
         if isinstance(content, tuple) and content and is_dataclass(content[0]):
             nested.append((field.name, content))
         else:

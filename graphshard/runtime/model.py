@@ -88,7 +88,10 @@ class Segment:
 
 
 class SegmentedModel(Protocol):
-    """A model cut into segments. All three answers depend on the model's configuration alone."""
+    """A model cut into segments. All three answers depend on the model's configuration alone.
+
+    A model with segments between steps (`ModelSpec.folds`) has them as a property `folds`, see `folds_of`.
+    """
 
     @property
     def segments(self) -> Sequence[Segment]:
@@ -99,3 +102,8 @@ class SegmentedModel(Protocol):
 
     def buffers(self, shape: StepShape) -> tuple[BufferSpec, ...]:
         """The buffers of a step of `shape`: equal names for all shapes; a cache's shape is the same for all."""
+
+
+def folds_of(model: SegmentedModel) -> tuple[Segment, ...]:
+    """The segments of `model` that run between steps, in order; their specs equal `spec().folds`."""
+    return tuple(getattr(model, "folds", ()))
