@@ -24,11 +24,9 @@ from torch import Tensor
 
 from graphshard.core.errors import SpecError
 from graphshard.core.specs import BufferRole, BufferSpec, ModelSpec, SegmentSpec, StepShape, WeightSpec
-from graphshard.models.config import LlamaConfig, load_llama_config
+from graphshard.models.config import DEFAULT_CACHE_LENGTH, LlamaConfig, load_llama_config
 from graphshard.models.rope import rotate_, rotations
 from graphshard.runtime.model import Segment, StepState
-
-DEFAULT_CACHE_LENGTH = 64
 
 
 class Llama:

@@ -26,14 +26,13 @@ import torch
 
 from graphshard.core.errors import SpecError
 from graphshard.core.specs import BufferRole, BufferSpec, ModelSpec, StepShape, WeightSpec
+from graphshard.models.config import DEFAULT_CACHE_LENGTH
 from graphshard.models.kimi_k3.config import KimiK3ModelConfig
 from graphshard.models.kimi_k3.declare import Declarations, Work, normalise
 from graphshard.models.kimi_k3.kda import declare_kda
 from graphshard.models.kimi_k3.mla import declare_mla
 from graphshard.models.kimi_k3.moe import declare_dense, declare_moe
 from graphshard.runtime.model import Segment, StepState
-
-DEFAULT_CACHE_LENGTH = 64
 
 
 class KimiK3:

@@ -25,7 +25,7 @@ from graphshard.runtime.compiled import Compiled
 from graphshard.runtime.engine.rows import RowSlice
 from graphshard.runtime.memory import RuntimeMemory
 from graphshard.runtime.weights.replicated import check_replicated
-from graphshard.runtime.weights.report import LoadedWeight, LoadReport
+from graphshard.runtime.weights.report import LoadedWeight, LoadReport, kept_bytes_of
 
 MAX_WINDOW_BYTES = 16 << 20
 """Of a stripe: larger slices are redistributed in several."""
@@ -133,12 +133,7 @@ class RowFiller:
         self._windows = self._window = None
 
     def _reported(self, compiled: Compiled, seconds: float) -> LoadReport:
-        kept = {view.weight: view.num_bytes for view in compiled.layout.resident}
-        for unit in compiled.layout.units:
-            kept |= dict.fromkeys((view.weight for view in unit.views), 0)
-            kept |= {
-                piece.weight: piece.weight_end - piece.weight_begin for piece in chunk_pieces(unit, self._group.rank)
-            }
+        kept = kept_bytes_of(compiled.layout, self._group.rank)
         weights = tuple(
             LoadedWeight(
                 weight.name,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from graphshard.core.counts import counted, some_of
+from graphshard.core.layout import Layout, chunk_pieces
 from graphshard.core.sizes import format_bytes
 
 
@@ -53,6 +54,15 @@ class LoadReport:
         for weight in self.weights:
             ways.setdefault(weight.way, []).append(weight)
         return "\n".join([sums, *(_way_line(way, which) for way, which in ways.items())]) + "\n"
+
+
+def kept_bytes_of(layout: Layout, rank: int) -> dict[str, int]:
+    """Bytes that `rank` keeps of each weight in `layout`: whole if it is resident, else what lies in its chunks."""
+    kept = {view.weight: view.num_bytes for view in layout.resident}
+    for unit in layout.units:
+        kept |= dict.fromkeys((view.weight for view in unit.views), 0)
+        kept |= {piece.weight: piece.weight_end - piece.weight_begin for piece in chunk_pieces(unit, rank)}
+    return kept
 
 
 def _way_line(way: str, weights: Sequence[LoadedWeight]) -> str:

@@ -13,7 +13,7 @@ from graphshard.comm.group import Group
 from graphshard.comm.rejoin import Newcomer
 from graphshard.core.counts import by_value
 from graphshard.core.errors import LoadError, SpecError
-from graphshard.core.layout import UnitLayout, WeightView, chunk_pieces
+from graphshard.core.layout import UnitLayout, WeightView
 from graphshard.core.specs import ModelSpec, WeightSpec
 from graphshard.load.reshard import reshard_command
 from graphshard.load.shard_file import ShardFile
@@ -22,7 +22,7 @@ from graphshard.load.shard_manifest import ShardManifest
 from graphshard.runtime.compiled import Compiled
 from graphshard.runtime.memory import RuntimeMemory
 from graphshard.runtime.weights.fill import NUM_THREADS, PIECE_BYTES, WINDOW_BYTES, windows_of
-from graphshard.runtime.weights.report import LoadedWeight, LoadReport
+from graphshard.runtime.weights.report import LoadedWeight, LoadReport, kept_bytes_of
 from graphshard.runtime.weights.watch import LoadWatch, OnLoad
 from graphshard.runtime.weights.workers import Workers
 
@@ -205,11 +205,7 @@ def _kind(manifest: ShardManifest) -> str:
 
 
 def _report_of(compiled: Compiled, rank: int, bytes_read: int, seconds: float) -> LoadReport:
-    layout = compiled.layout
-    kept = {view.weight: view.num_bytes for view in layout.resident}
-    for unit in layout.units:
-        for piece in chunk_pieces(unit, rank):
-            kept[piece.weight] = kept.get(piece.weight, 0) + piece.weight_end - piece.weight_begin
+    kept = kept_bytes_of(compiled.layout, rank)
     rows = [LoadedWeight(w.name, "shard file", w.num_bytes, kept.get(w.name, 0)) for w in compiled.model.weights]
     checkpoint_bytes = sum(weight.num_bytes for weight in compiled.model.weights)
     return LoadReport(tuple(rows), bytes_read, checkpoint_bytes, 0, seconds)
