@@ -19,13 +19,12 @@ from typing import get_args
 
 from graphshard.core.errors import ProgramError
 from graphshard.core.ops import AgLaunch, Gemm, Op, RecordGate, RecordOutputs, StreamName, WaitOnce
-from graphshard.core.text import digest_of, parse_name
+from graphshard.core.text import digest_of, parse_fields, parse_name
 
 MAX_SLOTS = 2**14
 MAX_UNITS = 2**20
 """Far above any program's, and small enough to be looked at one by one."""
 
-_FIELD = re.compile(r'(\w+)=("(?:[^"\\]|\\.)*"|\S+)')
 _OP_LINE = re.compile(r"(?:(\d+)\s+)?([a-z_]+)\s*(.*)")
 
 _OP_FIELDS: dict[str, tuple[str, ...]] = {
@@ -190,13 +189,10 @@ class _Parser:
 
     def fields(self, text: str, names: tuple[str, ...], optional: tuple[str, ...] = ()) -> dict[str, str]:
         """The `name=value` pairs of `text`: each of `names` once, in any order, and nothing else."""
-        pairs = _FIELD.findall(text)
-        if _FIELD.sub("", text).strip():
-            raise self.fail("expected name=value pairs")
-        found = dict(pairs)
-        if len(found) != len(pairs) or set(found) - set(optional) != set(names):
-            raise self.fail(f"expected each of {', '.join(names)} once" if names else "expected no fields")
-        return found
+        try:
+            return parse_fields(text, names, optional)
+        except ValueError as error:
+            raise self.fail(str(error)) from None
 
     def integer(self, name: str, text: str) -> int:
         try:

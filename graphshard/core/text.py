@@ -20,6 +20,7 @@ from typing import Final
 _PLAIN_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.:/\-]*")
 OMIT_EMPTY: Final = "omit_empty"
 """Key of a field's metadata, see above."""
+_FIELD = re.compile(r'(\w+)=("(?:[^"\\]|\\.)*"|\S+)')
 _RESERVED = frozenset({"none", "true", "false"})
 
 
@@ -31,6 +32,21 @@ def name_text(name: str) -> str:
 def parse_name(text: str) -> str:
     """The name that `name_text` printed as `text`."""
     return str(json.loads(text)) if text.startswith('"') else text
+
+
+def parse_fields(text: str, names: tuple[str, ...], optional: tuple[str, ...] = ()) -> dict[str, str]:
+    """The `name=value` pairs of `text`: each of `names` once, in any order, and nothing else.
+
+    Raises:
+        ValueError: what was expected, in words.
+    """
+    pairs = _FIELD.findall(text)
+    if _FIELD.sub("", text).strip():
+        raise ValueError("expected name=value pairs")
+    found = dict(pairs)
+    if len(found) != len(pairs) or set(found) - set(optional) != set(names):
+        raise ValueError(f"expected each of {', '.join(names)} once" if names else "expected no fields")
+    return found
 
 
 def text_of(value: object) -> str:
