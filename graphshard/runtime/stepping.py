@@ -55,6 +55,19 @@ class Stepping(Binding):
         """Whether steps need all ranks (transport nccl): then all make the same calls, and as many."""
         return self._transport.is_collective
 
+    @property
+    def broken(self) -> str | None:
+        """Why no more gathers can be issued, here or on any rank (transport nccl); None if they can."""
+        return self._alignment.broken
+
+    def give_up(self, error: Exception, what: str) -> None:
+        """`what` will not be issued here, for `error`: peers that wait for it are told. Nothing under pull.
+
+        For what steps several runtimes as one: where one of them is broken the others cannot go on.
+        """
+        with self.turn.lock:
+            self._alignment.fail(error, what)
+
     def step(self, shape: StepShape, bound: BoundProgram, launch: Callable[[], None], calls: Calls) -> None:
         """One step, eager or captured: prime, launch, wait for the outputs. Used by `run` and `StepGraph.replay`."""
         refuse_inside_segment("a step")
