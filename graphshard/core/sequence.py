@@ -61,7 +61,7 @@ class PrefetchWait:
 
 @dataclass(frozen=True, slots=True)
 class PrefetchDiscard:
-    """Wait on the host for what `graph` has in flight from outside; from here on its slots hold nothing."""
+    """Wait on the host for `graph` and what it has in flight from outside; from here on its slots hold nothing."""
 
     graph: str
     stream: StreamName = "compute"

@@ -4,6 +4,7 @@ from graphshard.verify.interpreter import Outcome, explore
 from graphshard.verify.ranks import Collective, Difference, collectives_of, compare_ranks, first_difference
 from graphshard.verify.report import RULE_NAMES, Report, Violation
 from graphshard.verify.rules import RULES, Rule, verify
+from graphshard.verify.sequence import SequenceReport, verify_sequences
 
 __all__ = [
     "RULES",
@@ -13,10 +14,12 @@ __all__ = [
     "Outcome",
     "Report",
     "Rule",
+    "SequenceReport",
     "Violation",
     "collectives_of",
     "compare_ranks",
     "explore",
     "first_difference",
     "verify",
+    "verify_sequences",
 ]

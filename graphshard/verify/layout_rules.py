@@ -118,12 +118,25 @@ def segments_read_their_units(facts: Facts) -> Iterator[Violation]:
         if not isinstance(op, Gemm):
             continue
         for weight in _weights(model.segments[op.begin : op.end]):
-            if weight not in unit_of and weight not in resident:
+            if weight not in unit_of and weight not in resident and weight not in model.borrowed:
                 text = f"{op_text(program, index)} reads weight {weight}, which the layout does not place"
                 yield Violation(11, index, None, None, text)
             elif weight in unit_of and unit_of[weight] not in op.units:
                 text = f"{op_text(program, index)} reads weight {weight}, but does not name its unit {unit_of[weight]}"
                 yield Violation(11, index, unit_of[weight], None, text)
+
+
+def folds_read_no_unit(facts: Facts) -> Iterator[Violation]:
+    """R11: what runs between steps reads no unit: slots hold whatever steps left there."""
+    model, layout = facts.model, facts.layout
+    if model is None or layout is None:
+        return
+    unit_of = {view.weight: unit.unit for unit in layout.units for view in unit.views}
+    for fold in model.folds:
+        for weight in fold.reads:
+            if weight in unit_of:
+                text = f"fold {fold.path} reads weight {weight}, which lies in unit {unit_of[weight]}: keep it resident"
+                yield Violation(11, None, unit_of[weight], None, text)
 
 
 def _weights(segments: Sequence[SegmentSpec]) -> Iterator[str]:

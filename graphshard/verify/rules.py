@@ -56,6 +56,7 @@ RULES: tuple[Rule, ...] = (
     Rule(9, "no event crosses a capture border", op_rules.events_stay_inside),
     Rule(11, "weights lie inside their unit", layout_rules.reads_inside_unit),
     Rule(11, "a gemm names the units of its weights", layout_rules.segments_read_their_units),
+    Rule(11, "what runs between steps reads no unit", layout_rules.folds_read_no_unit),
     Rule(12, "nothing is gathered and never read", op_rules.gathered_is_read),
 )
 """R10 compares ranks: see `graphshard.verify.ranks`."""
