@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from graphshard.runtime.loop import StepLoop
     from graphshard.runtime.model import Segment, SegmentedModel, StepState
     from graphshard.runtime.runtime import Runtime
+    from graphshard.runtime.speculative import Speculation, SpeculativeStep, speculate
     from graphshard.schedule.auto import make_plan
     from graphshard.schedule.emit import emit
     from graphshard.verify import verify
@@ -52,6 +53,7 @@ _HOMES = {
     "graphshard.runtime.loop": ("StepLoop",),
     "graphshard.runtime.model": ("Segment", "SegmentedModel", "StepState"),
     "graphshard.runtime.runtime": ("Runtime",),
+    "graphshard.runtime.speculative": ("Speculation", "SpeculativeStep", "speculate"),
     "graphshard.schedule.auto": ("make_plan",),
     "graphshard.schedule.emit": ("emit",),
     "graphshard.verify": ("verify",),
@@ -78,6 +80,8 @@ __all__ = [
     "SegmentSpec",
     "SegmentedModel",
     "SpecError",
+    "Speculation",
+    "SpeculativeStep",
     "StepGraph",
     "StepLoop",
     "StepShape",
@@ -93,6 +97,7 @@ __all__ = [
     "prepare",
     "recipes",
     "rejoin_group",
+    "speculate",
     "verify",
 ]
 
