@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from graphshard.core.errors import SpecError
 from graphshard.load.checkpoint import Checkpoint
 from graphshard.load.recipe import Recipe
 from graphshard.models.config import DEFAULT_CACHE_LENGTH, MODEL_TYPES, LlamaConfig, llama_config
@@ -43,23 +44,36 @@ def load_config(folder: str | Path) -> LlamaConfig | KimiK3ModelConfig:
     return llama_config(file.values, file.where)
 
 
-def open_model(folder: str | Path, max_batch_size: int, cache_length: int = DEFAULT_CACHE_LENGTH) -> OpenedModel:
+def open_model(
+    folder: str | Path,
+    max_batch_size: int,
+    cache_length: int = DEFAULT_CACHE_LENGTH,
+    *,
+    ring: int = 0,
+    compact_ring: bool = False,
+    taps: Sequence[int] = (),
+) -> OpenedModel:
     """The model in `folder`; of its checkpoint only the names are read, and those of a Kimi K3 alone.
 
+    `ring`: tokens of a step that may be taken back, see `KimiK3`. A Llama's caches take back any number as they are: it
+    has neither ring nor fold, whatever is asked for. `taps` are for a Kimi K3 only.
+
     Raises:
-        SpecError: the config is missing, malformed or not supported, or `cache_length` is beyond the model.
+        SpecError: the config is missing, malformed or not supported; `cache_length`, `ring` or `taps` do not fit it.
         LoadError: a Kimi K3's checkpoint cannot be read, or has other tensors.
     """
     config = load_config(folder)
     if isinstance(config, LlamaConfig):
         from graphshard.models.llama import Llama  # imports torch
 
+        if taps:
+            raise SpecError(f"taps {list(taps)} are layers of a kimi_k3, and {folder} is a llama: leave them out")
         llama = Llama(config, max_batch_size, cache_length)
         return OpenedModel(llama, {}, llama.redundant_tensors)
     from graphshard.models.kimi_k3.model import KimiK3  # imports torch
     from graphshard.models.kimi_k3.recipes import kimi_k3_recipes
 
-    model = KimiK3(config, max_batch_size, cache_length)
+    model = KimiK3(config, max_batch_size, cache_length, ring=ring, compact_ring=compact_ring, taps=taps)
     return OpenedModel(model, kimi_k3_recipes(model, Checkpoint(Path(folder)).entries), ())
 
 

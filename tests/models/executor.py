@@ -9,7 +9,7 @@ from torch import Tensor
 
 from graphshard.core.specs import StepShape
 from graphshard.runtime.arena import Arena
-from graphshard.runtime.model import SegmentedModel, StepState
+from graphshard.runtime.model import SegmentedModel, StepState, folds_of
 from graphshard.runtime.record import Tape, record
 
 
@@ -19,7 +19,7 @@ class Executor:
     def __init__(self, model: SegmentedModel, weights: Mapping[str, Tensor]) -> None:
         self.model = model
         specs = model.spec()
-        self.weights = {s.path: {name: weights[name] for name in s.reads} for s in specs.segments}
+        self.weights = {s.path: {name: weights[name] for name in s.reads} for s in (*specs.segments, *specs.folds)}
         self.states: dict[StepShape, StepState] = {}
         self.caches: dict[str, Tensor] = {}
         self.arena = Arena()
@@ -45,6 +45,13 @@ class Executor:
         with torch.inference_mode():
             state.run(self.model.segments)
         return state.buffer("logits").clone()
+
+    def fold(self, shape: StepShape, accepted: Tensor) -> None:
+        """Run the model's folds after a step of `shape`."""
+        state = self.state(shape)
+        state.buffer("accepted").copy_(accepted)
+        with torch.inference_mode():
+            state.run(folds_of(self.model))
 
     def tapes(self, shape: StepShape, merged: bool = False) -> list[Tape]:
         """The step, recorded: a tape a segment, or one for all. Buffers are as before."""

@@ -51,10 +51,11 @@ class Declarations:
         """The full name of the weight `name` of this block."""
         return f"{self._block}.{name}" if self._block else name
 
-    def spec(self, name: str) -> ModelSpec:
-        """The model so far."""
+    def spec(self, name: str, folds: Sequence[Segment] = ()) -> ModelSpec:
+        """The model so far, with `folds` between its steps."""
         kept = tuple(KeptWeight(weight, reason) for weight, reason in self._kept.items())
-        return ModelSpec(name, tuple(self._weights.values()), tuple(segment.spec for segment in self.segments), kept)
+        segments = tuple(segment.spec for segment in self.segments)
+        return ModelSpec(name, tuple(self._weights.values()), segments, kept, tuple(fold.spec for fold in folds))
 
     def pieces(self) -> dict[str, tuple[WeightSpec, ...]]:
         """The published tensors of which each weight is made, one after the other in bytes."""
@@ -79,8 +80,8 @@ class Declarations:
         return name
 
     def cache(self, name: str, shape: Sequence[int], dtype: str = "") -> str:
-        """A cache of this layer; `shape` begins with the largest batch."""
-        full = f"layers.{self._layer}.{name}"
+        """A cache of this layer, or of the model; `shape` begins with the largest batch."""
+        full = name if self._layer is None else f"layers.{self._layer}.{name}"
         self._caches[full] = BufferSpec(full, tuple(shape), dtype or self.config.dtype, "cache")
         return full
 
@@ -150,6 +151,16 @@ class Declarations:
         """A projection whose result is added to the residual."""
         weight = f"{name}.weight"
         self.read(name, weight, (out_features, in_features), _accumulate(self.name_of(weight), source), keep=keep)
+
+    def then(self, work: Work) -> None:
+        """Let the segment that was declared last do `work` too, at its end."""
+        first = self.segments.pop()
+
+        def run(state: StepState) -> None:
+            first.run(state)
+            work(state)
+
+        self.segments.append(Segment(first.spec, run))
 
     def _rows(self, block: str, rows: Mapping[str, int], in_features: int) -> list[WeightSpec]:
         return [

@@ -18,14 +18,22 @@ from graphshard.models.kimi_k3.model import KimiK3
 
 
 def load_kimi_k3(
-    path: str | Path, max_batch_size: int, cache_length: int = DEFAULT_CACHE_LENGTH, *, fused: bool = True
+    path: str | Path,
+    max_batch_size: int,
+    cache_length: int = DEFAULT_CACHE_LENGTH,
+    *,
+    fused: bool = True,
+    ring: int = 0,
+    compact_ring: bool = False,
+    taps: Sequence[int] = (),
 ) -> KimiK3:
     """The model whose config.json lies in the folder `path`; its weights are not read (see `kimi_k3_recipes`).
 
     Raises:
         SpecError: the config is missing, malformed or not supported.
     """
-    return KimiK3(load_kimi_k3_config(Path(path)), max_batch_size, cache_length, fused=fused)
+    config = load_kimi_k3_config(Path(path))
+    return KimiK3(config, max_batch_size, cache_length, fused=fused, ring=ring, compact_ring=compact_ring, taps=taps)
 
 
 def random_kimi_k3(
@@ -35,9 +43,12 @@ def random_kimi_k3(
     cache_length: int = DEFAULT_CACHE_LENGTH,
     *,
     fused: bool = True,
+    ring: int = 0,
+    compact_ring: bool = False,
+    taps: Sequence[int] = (),
 ) -> tuple[KimiK3, dict[str, Tensor]]:
     """A model and random weights for it: the same for the same seed on every machine, fused or not."""
-    model = KimiK3(config, max_batch_size, cache_length, fused=fused)
+    model = KimiK3(config, max_batch_size, cache_length, fused=fused, ring=ring, compact_ring=compact_ring, taps=taps)
     return model, joined_tensors(model, random_pieces(config, seed))
 
 

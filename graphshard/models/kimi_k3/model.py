@@ -14,6 +14,9 @@ no token comes after it. So
 - rows that sit out a step: -1 throughout. A row that holds anything else, as a captured step's spare ones may, loses
   its state.
 
+For speculative decoding, a model with a `ring` can take back the last tokens of a step: see `ring.py`. `taps` are
+layers whose results a draft reads: `taps` `[batch, t, number of taps * hidden]` holds the residual after each of them.
+
 Tokens must be within `[0, vocab_size)`, and positions below `cache_length`; a captured step cannot refuse others.
 
 The residual is a plain sum of what layers add. Published checkpoints attend over the residuals of earlier blocks
@@ -21,6 +24,8 @@ instead (`attn_res_block_size`); a config that asks for it is refused.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
@@ -32,6 +37,7 @@ from graphshard.models.kimi_k3.declare import Declarations, Work, normalise
 from graphshard.models.kimi_k3.kda import declare_kda
 from graphshard.models.kimi_k3.mla import declare_mla
 from graphshard.models.kimi_k3.moe import declare_dense, declare_moe
+from graphshard.models.kimi_k3.ring import Ring
 from graphshard.runtime.model import Segment, StepState
 
 
@@ -45,14 +51,20 @@ class KimiK3:
         cache_length: int = DEFAULT_CACHE_LENGTH,
         *,
         fused: bool = True,
+        ring: int = 0,
+        compact_ring: bool = False,
+        taps: Sequence[int] = (),
     ) -> None:
         """Caches are for `max_batch_size` sequences of `cache_length` positions.
 
         Without `fused`, projections with one input are weights of their own (q, k and v; f_a and b; q_a and kv_a; gate
         and up), with the same bits. Routed experts are one weight for all either way.
 
+        With a `ring`, steps of up to so many tokens change no KDA state: `commit_fold` does, by the tokens `accepted`.
+        A `compact_ring` is smaller, and its fold reads f_b too.
+
         Raises:
-            SpecError: `cache_length` or `max_batch_size` is out of range.
+            SpecError: `cache_length`, `max_batch_size`, `ring` or `taps` are out of range.
         """
         if not 1 <= cache_length <= config.max_positions:
             raise SpecError(
@@ -60,17 +72,30 @@ class KimiK3:
             )
         if max_batch_size < 1:
             raise SpecError(f"kimi_k3: max_batch_size is {max_batch_size}, must be at least 1")
+        _check_ring_and_taps(config.sizes.num_layers, ring, compact_ring, taps)
         self.config = config
         self.max_batch_size = max_batch_size
         self.cache_length = cache_length
         self.is_fused = fused
+        self.taps = tuple(taps)
         self._declared = Declarations(config, fused)
-        self._declare()
+        self._ring: Ring | None = None
+        self._declare(ring, compact_ring)
 
     @property
     def segments(self) -> tuple[Segment, ...]:
         """In the order of a step."""
         return tuple(self._declared.segments)
+
+    @property
+    def folds(self) -> tuple[Segment, ...]:
+        """`commit_fold`, of a model with a ring."""
+        return () if self._ring is None else (self._ring.fold(),)
+
+    @property
+    def ring(self) -> int:
+        """The most tokens of a step that can be taken back; 0: none."""
+        return 0 if self._ring is None else self._ring.length
 
     @property
     def pieces(self) -> dict[str, tuple[WeightSpec, ...]]:
@@ -79,13 +104,13 @@ class KimiK3:
 
     def spec(self) -> ModelSpec:
         """Weights in the order in which a step first reads them, and which of them stay resident."""
-        return self._declared.spec("kimi_k3")
+        return self._declared.spec("kimi_k3", self.folds)
 
     def buffers(self, shape: StepShape) -> tuple[BufferSpec, ...]:
         """Everything that lives longer than a segment.
 
         Raises:
-            SpecError: `shape` does not fit the caches.
+            SpecError: `shape` does not fit the caches, or the ring.
         """
         batch, t = shape.batch_size, shape.tokens_per_sequence
         if batch > self.max_batch_size or t > self.cache_length:
@@ -93,27 +118,40 @@ class KimiK3:
                 f"kimi_k3: step shape {shape} does not fit {self.max_batch_size} sequences of {self.cache_length} "
                 "positions; make the model with a larger max_batch_size or cache_length"
             )
+        if self._ring is not None and t > self._ring.length:
+            raise SpecError(
+                f"kimi_k3: step shape {shape} has {t} tokens a sequence, and the ring holds {self._ring.length}; make "
+                f"the model with ring={t}, or take shorter steps"
+            )
 
-        def tokens(name: str, role: BufferRole) -> BufferSpec:
-            return BufferSpec(name, (batch, t), "int64", role)
+        def tokens(name: str, role: BufferRole, *, width: int = 0, dtype: str = "int64") -> BufferSpec:
+            return BufferSpec(name, (batch, t, width) if width else (batch, t), dtype, role)
 
+        s, dtype = self.config.sizes, self.config.dtype
+        taps = [tokens("taps", "output", width=len(self.taps) * s.hidden, dtype=dtype)] if self.taps else []
         return (
             tokens("tokens", "input"),
             tokens("positions", "input"),
-            BufferSpec("logits", (batch, t, self.config.sizes.vocab), self.config.dtype, "output"),
-            BufferSpec("mask", (batch, t, self.cache_length), "float32", "activation"),
+            *(() if self._ring is None else self._ring.inputs(shape)),
+            tokens("logits", "output", width=s.vocab, dtype=dtype),
+            *taps,
+            tokens("mask", "activation", width=self.cache_length, dtype="float32"),
             *self._declared.buffers(shape),
         )
 
-    def _declare(self) -> None:
+    def _declare(self, ring: int, compact_ring: bool) -> None:
         d, s = self._declared, self.config.sizes
         d.activation("hidden", s.hidden)
         d.activation("normed", s.hidden)
         d.at(None, "model")
         embedding = d.name_of("embed_tokens.weight")
         d.read("embed_tokens", "embed_tokens.weight", (s.vocab, s.hidden), self._embed(embedding))
+        if ring:
+            self._ring = Ring(d, ring, self.max_batch_size, is_compact=compact_ring)
         for layer in range(s.num_layers):
             self._declare_layer(layer)
+            if layer in self.taps:
+                d.then(self._tap(self.taps.index(layer)))
         d.at(None, "model")
         norm = d.small("norm.weight", (s.hidden,), "")
         d.at(None, "")
@@ -128,7 +166,9 @@ class KimiK3:
         if layer in s.mla_layers:
             declare_mla(d, input_norm, self.max_batch_size, self.cache_length)
         else:
-            declare_kda(d, input_norm, self.max_batch_size)
+            kda = declare_kda(d, input_norm, self.max_batch_size, is_kept=self._ring is not None)
+            if self._ring is not None:
+                self._ring.add(d, kda)
         d.at(layer, block)
         post_norm = d.norm("post_attention_layernorm.weight", s.hidden)
         if layer < s.dense_layers:
@@ -148,6 +188,15 @@ class KimiK3:
 
         return run
 
+    def _tap(self, place: int) -> Work:
+        width = self.config.sizes.hidden
+
+        def run(state: StepState) -> None:
+            taps, hidden = state.buffer("taps"), state.buffer("hidden")
+            taps.view(len(hidden), -1)[:, place * width : (place + 1) * width].copy_(hidden)
+
+        return run
+
     def _head(self, norm: str) -> Work:
         work, weight = normalise(norm, self.config.norm_eps), "lm_head.weight"
 
@@ -157,3 +206,15 @@ class KimiK3:
             torch.mm(normed, state.weight(weight).t(), out=state.buffer("logits").view(len(normed), -1))
 
         return run
+
+
+def _check_ring_and_taps(num_layers: int, ring: int, compact_ring: bool, taps: Sequence[int]) -> None:
+    if ring < 0 or (compact_ring and not ring):
+        raise SpecError(
+            f"kimi_k3: ring is {ring}, with compact_ring={compact_ring}: a ring is as long as the longest step that "
+            "may be taken back, at least 1 token; 0 is none, and cannot be compact"
+        )
+    if len(set(taps)) != len(taps) or not all(0 <= layer < num_layers for layer in taps):
+        raise SpecError(
+            f"kimi_k3: taps {list(taps)} are not different layers of this model, which has layers 0 to {num_layers - 1}"
+        )
