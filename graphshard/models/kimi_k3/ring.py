@@ -48,7 +48,7 @@ class _Record:
     def bring_back(self, state: StepState, is_ignored: Tensor) -> None:
         """Zero for what is ignored: it may hold anything."""
         activation, cache = self._pair(state)
-        activation.copy_(cache).masked_fill_(is_ignored[..., None], 0)
+        activation.copy_(cache).masked_fill_(is_ignored, 0)
 
     def _pair(self, state: StepState) -> tuple[Tensor, Tensor]:
         batch, t = state.shape.batch_size, state.shape.tokens_per_sequence
@@ -107,10 +107,11 @@ class Ring:
         kept = state.buffer(self._positions)[:, :t]
         accepted = state.buffer("accepted")[:, None]
         positions = kept.masked_fill(torch.arange(t, device=kept.device) >= accepted, -1)
-        is_changed = (positions >= 0).any(dim=-1)[:, None, None, None]
+        is_ignored = (positions < 0)[..., None]
+        is_changed = is_ignored.logical_not().any(dim=1)[..., None, None]
         for layer, records in self._layers:
             for record in records:
-                record.bring_back(state, positions < 0)
+                record.bring_back(state, is_ignored)
             if self._is_compact:
                 low_rank = low_rank_decay(layer.config)(state)
                 torch.mm(low_rank, state.weight(layer.f_b).t(), out=state.buffer("kda_f"))
