@@ -69,3 +69,57 @@ def unit_times(spans: Sequence[Span]) -> tuple[UnitTime, ...]:
         return sum(span.duration_us for span in spans if span.kind == kind and span.unit == unit)
 
     return tuple(UnitTime(unit, total("copy", unit), total("compute", unit)) for unit in units)
+
+
+def prefetch_name(graph: str, unit: int) -> str:
+    """What the span of a gather of `graph` is called that the host issues outside the graph."""
+    return f"prefetch {graph} unit={unit}"
+
+
+def prefetch_wait_name(graph: str, unit: int) -> str:
+    """What the span is called in which `graph`'s stream stands still for such a gather."""
+    return f"prefetch wait {graph} unit={unit}"
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """Gathers from outside beside a fold, in us."""
+
+    prefetch_us: float
+    """From their first byte to their last."""
+    fold_us: float
+    overlap_us: float
+    """That both were under way."""
+    late_us: float
+    """That the gathers ended after the fold: what would be waited for after it."""
+
+    @property
+    def share(self) -> float:
+        """Of the gathers' time, the part beside the fold."""
+        return self.overlap_us / self.prefetch_us if self.prefetch_us > 0 else 0.0
+
+    @staticmethod
+    def of(prefetch: tuple[float, float], fold: tuple[float, float]) -> Overlap:
+        """By when each began and ended, on one clock."""
+        both = min(prefetch[1], fold[1]) - max(prefetch[0], fold[0])
+        late = prefetch[1] - fold[1]
+        return Overlap(prefetch[1] - prefetch[0], fold[1] - fold[0], max(0.0, both), max(0.0, late))
+
+
+def overlap_of(spans: Sequence[Span], graph: str, segment: str) -> Overlap:
+    """How much of what was gathered for `graph` from outside ran beside the fold `segment`.
+
+    A step's spans may begin with a gather that the step before launched; the last one of each unit counts.
+
+    Raises:
+        ValueError: there is no such gather, or no such fold.
+    """
+    folds = [span for span in spans if span.kind == "compute" and span.segment == segment and span.layer is None]
+    gathers: dict[int | None, Span] = {}
+    for span in sorted(spans, key=lambda one: one.end_us):
+        if span.kind == "copy" and span.name == prefetch_name(graph, -1 if span.unit is None else span.unit):
+            gathers[span.unit] = span
+    if not folds or not gathers:
+        raise ValueError(f"{len(folds)} folds {segment} and {len(gathers)} gathers of {graph}: there is one at least")
+    begin, end = min(one.begin_us for one in gathers.values()), max(one.end_us for one in gathers.values())
+    return Overlap.of((begin, end), (folds[-1].begin_us, folds[-1].end_us))

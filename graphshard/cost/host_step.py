@@ -37,12 +37,9 @@ def predict_step(
         SpecError: the hardware has no figures for a dtype or the transport.
     """
     layout = build_layout(model, plan)
-    times = step_times(model, facts, shape, hardware, context_tokens)
-    transport: str = plan.transport
-    if hardware.kind == "host" and plan.executor == "threaded" and plan.units:
-        times = _beside_copies(model, layout, times, hardware)
-        known = any(link.transport == THREADED_PULL for link in hardware.links)
-        transport = THREADED_PULL if known and transport == "pull" else transport
+    times, transport = times_of_plan(
+        model, layout, plan, step_times(model, facts, shape, hardware, context_tokens), hardware
+    )
     return predict(
         emit(model, plan),
         layout,
@@ -52,6 +49,18 @@ def predict_step(
         executor=plan.executor,
         num_copy_streams=plan.num_copy_streams,
     )
+
+
+def times_of_plan(
+    model: ModelSpec, layout: Layout, plan: Plan, times: StepTimes, hardware: HardwareSpec
+) -> tuple[StepTimes, str]:
+    """(segments as they are under `plan`, whose link's figures its gathers have); `times` are the segments alone."""
+    transport: str = plan.transport
+    if hardware.kind == "host" and plan.executor == "threaded" and plan.units:
+        times = _beside_copies(model, layout, times, hardware)
+        known = any(link.transport == THREADED_PULL for link in hardware.links)
+        transport = THREADED_PULL if known and transport == "pull" else transport
+    return times, transport
 
 
 def _beside_copies(model: ModelSpec, layout: Layout, times: StepTimes, hardware: HardwareSpec) -> StepTimes:

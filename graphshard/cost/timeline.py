@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from graphshard.core.errors import ProgramError
 from graphshard.core.layout import Layout
@@ -103,9 +104,9 @@ def predict(
     num_copies = 1 if transport == "nccl" else world_size
     lowered = lower(program, num_copies, num_copy_streams, own_branch)
     gathers = [gather_us(unit.num_bytes, world_size, transport, hardware, other_traffic) for unit in layout.units]
-    work = _Work(program, layout, times, gathers, num_copies, hardware)
+    work = Work(program, layout, times, gathers, num_copies, hardware)
     one_worker = executor == "cooperative" and hardware.kind == "host"
-    found = _walk_one_worker(lowered, work) if one_worker else _Walk(lowered, work).run()
+    found = _walk_one_worker(lowered, work) if one_worker else Walk(lowered, work).run()
     num_nodes = len(times.segments) + sum(op.end - op.begin for op in lowered.ops if isinstance(op, CopyRun))
     return Prediction(
         timeline=Timeline(0, tuple(found.spans)),
@@ -120,8 +121,29 @@ def predict(
     )
 
 
-class _Work:
-    """How long each op takes, and what its span says."""
+class Walked(Protocol):
+    """What a walk asks of the work that a list stands for."""
+
+    hardware: HardwareSpec
+
+    def copy_us(self, op: CopyRun) -> float:
+        """A run of copies, alone."""
+
+    def compute_us(self, op: Compute) -> tuple[float, float]:
+        """(alone, beside a gather)."""
+
+    def gate_slot(self, op: Record) -> int | None:
+        """The slot whose gate `op` records, if it does."""
+
+    def unit_of(self, op: LoweredOp) -> int | None:
+        """The unit that `op` gathers or waits for."""
+
+    def span(self, op: LoweredOp, begin_us: float, end_us: float) -> Span:
+        """What `op` did from when to when."""
+
+
+class Work:
+    """How long each op of one program takes, and what its span says."""
 
     def __init__(
         self,
@@ -149,6 +171,11 @@ class _Work:
         """With its weights in a cache."""
         return sum(one.cached_us for one in self.times.segments[op.begin : op.end])
 
+    def gate_slot(self, op: Record) -> int | None:
+        """The slot whose gate `op` records, if it does."""
+        source = self.program.ops[op.op] if op.op >= 0 else None
+        return source.slot if isinstance(source, RecordGate) else None
+
     def unit_of(self, op: LoweredOp) -> int | None:
         """The unit that `op` gathers or waits for."""
         source = self.program.ops[op.op] if op.op >= 0 else None
@@ -167,7 +194,7 @@ class _Work:
         return Span(op.stream, "wait", name, begin_us, end_us, unit)
 
 
-class _Found:
+class Found:
     """What a walk writes down."""
 
     def __init__(self) -> None:
@@ -189,6 +216,7 @@ class _Found:
         return index
 
     def critical_path(self) -> tuple[Span, ...]:
+        """Back from the work that ended last, by what let each begin."""
         path = []
         at = self.last
         while at != NOTHING:
@@ -197,9 +225,9 @@ class _Found:
         return tuple(reversed(path))
 
 
-def _walk_one_worker(lowered: Lowered, work: _Work) -> _Found:
+def _walk_one_worker(lowered: Lowered, work: Work) -> Found:
     """Everything in the list's order, one after the other."""
-    found = _Found()
+    found = Found()
     now = 0.0
     cause = NOTHING
     copied = 0
@@ -208,7 +236,7 @@ def _walk_one_worker(lowered: Lowered, work: _Work) -> _Found:
         if isinstance(op, Wait):
             continue
         if isinstance(op, Record):
-            _note_gate(found, work.program, op, now)
+            _note_gate(found, work, op, now)
             continue
         if isinstance(op, CopyRun):
             us = work.copy_us(op)
@@ -226,10 +254,10 @@ def _walk_one_worker(lowered: Lowered, work: _Work) -> _Found:
     return found
 
 
-def _note_gate(found: _Found, program: Program, op: Record, now: float) -> None:
-    source = program.ops[op.op] if op.op >= 0 else None
-    if isinstance(source, RecordGate):
-        found.gates.setdefault(source.slot, []).append(now)
+def _note_gate(found: Found, work: Walked, op: Record, now: float) -> None:
+    slot = work.gate_slot(op)
+    if slot is not None:
+        found.gates.setdefault(slot, []).append(now)
 
 
 class _Active:
@@ -242,12 +270,12 @@ class _Active:
         self.begin_us, self.cause = begin_us, cause
 
 
-class _Walk:
+class Walk:
     """Streams that go on by themselves; a step of the loop is the time until the next piece of work ends."""
 
-    def __init__(self, lowered: Lowered, work: _Work) -> None:
+    def __init__(self, lowered: Lowered, work: Walked) -> None:
         self.work = work
-        self.found = _Found()
+        self.found = Found()
         self.now = 0.0
         self.queues: dict[str, deque[LoweredOp]] = {stream: deque() for stream in lowered.streams}
         for op in lowered.ops:
@@ -259,7 +287,7 @@ class _Walk:
         self.active: dict[str, _Active] = {}
         self.runnable = list(lowered.streams)
 
-    def run(self) -> _Found:
+    def run(self) -> Found:
         """To the end of every stream."""
         while self.runnable or self.active:
             while self.runnable:
@@ -279,7 +307,7 @@ class _Walk:
             if isinstance(op, Record):
                 self.recorded[op.event] = self.cause[stream]
                 self.runnable += self.waiting.pop(op.event, ())
-                _note_gate(self.found, self.work.program, op, self.now)
+                _note_gate(self.found, self.work, op, self.now)
             elif isinstance(op, Wait):
                 if op.event not in self.recorded:
                     self.arrived[stream] = self.now
@@ -293,6 +321,7 @@ class _Walk:
             queue.popleft()
 
     def waited(self, op: Wait) -> None:
+        """A stream goes on; note how long it stood still."""
         began = self.arrived.pop(op.stream, self.now)
         if began >= self.now:
             return
@@ -306,6 +335,7 @@ class _Walk:
                 self.found.exposed[unit] = self.found.exposed.get(unit, 0.0) + self.now - began
 
     def begin(self, op: Compute | CopyRun) -> None:
+        """A stream's next piece of work."""
         if isinstance(op, CopyRun):
             if op.begin == 0:
                 self.found.gathers.append((op.slot, self.now, op.unit))
@@ -334,7 +364,7 @@ class _Walk:
                 self.runnable.append(stream)
 
 
-def _peak_slot_bytes(found: _Found, program: Program, layout: Layout) -> int:
+def _peak_slot_bytes(found: Found, program: Program, layout: Layout) -> int:
     """The most bytes of units in slots at once."""
     units: dict[int, list[tuple[float, int]]] = {
         slot: [(0.0, unit)] for slot, unit in enumerate(program.entry) if unit is not None
