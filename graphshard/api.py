@@ -19,7 +19,8 @@ from graphshard.load.recipe import Recipes
 from graphshard.load.shard_folder import ShardFolder
 from graphshard.runtime.attach import Attached, attach_module
 from graphshard.runtime.bind import Hooks
-from graphshard.runtime.build import agree_on_device, build_runtime
+from graphshard.runtime.borrowing import Borrowed, borrow_weights
+from graphshard.runtime.build import Agreed, agree_on_device, build_runtime
 from graphshard.runtime.compiled import Compiled
 from graphshard.runtime.engine import Blocks, Prepared, RowRules, prepare_module
 from graphshard.runtime.model import SegmentedModel
@@ -47,27 +48,27 @@ def compile(  # the field's verb, as in torch.compile; always used as graphshard
     timeout_s: float = 30.0,
     hooks: Hooks | None = None,
     progress: bool = False,
+    borrow: Runtime | None = None,
     **choices: Any,
 ) -> Runtime:
     """Shard `model` over `group`, verify its programs, load, bind and capture them. Collective.
 
-    Not with a group from `rejoin_group`: this rank takes a dead one's place, the others go on meanwhile.
-
     Args:
         model: a model cut into segments, e.g. `graphshard.models.llama.Llama`.
-        group: the ranks that share one copy of the weights.
+        group: the ranks that share one copy of the weights. Of `rejoin_group`: not collective, this rank takes a dead
+            one's place and the others go on meanwhile.
         checkpoint: a safetensors file or folder; tensors by name; or what `Runtime.save_shards` of as many ranks wrote.
         recipes: how weights are made of the checkpoint's tensors, where one is not the tensor of its own name.
         ignore: patterns (`*`, `?`, `[a-z]`) of the checkpoint's tensors that no weight is made of; others are an error.
         on_load: told, a few times a second, of the bytes that this rank has loaded and of all that it is to load.
-        plan: "auto" decides before anything is measured (of shard files it keeps the units, where no choice says
-            others); "replicated" shards nothing (the same segments, the same memory rules: the yardstick); or a Plan.
+        plan: "auto" decides before anything is measured; "replicated" shards nothing (the yardstick); or a Plan.
         capture_sizes: batch sizes, or (batch_size, tokens_per_sequence), to capture; () captures nothing yet.
         device: "host", or an open device.
         hardware: figures for "auto", by published name or `graphshard calibrate`'s file; None: a GPU's by its name.
         timeout_s: the longest that the host waits for anything.
         hooks: what tests insert into bound lists.
         progress: gathers of transport nccl write how far they are: a timeout names the unit, and who is behind.
+        borrow: the runtime that has the weights that `model` borrows (`ModelSpec.borrowed`), resident; closed later.
         choices: what "auto" is not to choose: units, prefetch_depth, head, transport, executor, ... (`make_plan`).
 
     Raises:
@@ -78,7 +79,7 @@ def compile(  # the field's verb, as in torch.compile; always used as graphshard
     with agree_on_device(group, device) as agreed:
         shards = open_shards(group, checkpoint, model.spec)
         request = PlanRequest(plan, choices, hardware, shapes, saved=None if shards is None else shards.manifest)
-        compiled = group.agree("plan", lambda: compile_request(model.spec(), group, agreed, request))
+        compiled, limits["borrowed"] = group.agree("plan", lambda: _planned(model, group, agreed, request, borrow))
         with _filler(group, compiled, shards, checkpoint, recipes, ignore, on_load) as (filler, more):
             limits |= more
             return _captured(build_runtime(compiled, model, filler, group, device, agreed=agreed, **limits), shapes)
@@ -199,6 +200,14 @@ def _attachable(device: Device) -> Device:
             "segments run there (graphshard.compile), captured or as loops of one's own (Runtime.begin_step)"
         )
     return device
+
+
+def _planned(
+    model: SegmentedModel, group: Group, agreed: Agreed, request: PlanRequest, lender: Runtime | None
+) -> tuple[Compiled, Borrowed]:
+    """What is decided before anything is reserved, and what lies in `lender`'s memory already."""
+    spec = model.spec()
+    return compile_request(spec, group, agreed, request), borrow_weights(spec, lender)
 
 
 @contextmanager

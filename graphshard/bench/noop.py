@@ -29,6 +29,7 @@ class NoopModel:
     def __init__(self, spec: ModelSpec) -> None:
         self._spec = spec
         self.segments: Sequence[Segment] = [Segment(segment, _do_nothing) for segment in spec.segments]
+        self.folds: Sequence[Segment] = [Segment(fold, _do_nothing) for fold in spec.folds]
 
     def spec(self) -> ModelSpec:
         """The spec it was made from."""

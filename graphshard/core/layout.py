@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from graphshard.core.errors import SpecError
-from graphshard.core.plan import Plan, Unit
+from graphshard.core.plan import Plan, Unit, refuse_sharded
 from graphshard.core.sizes import align_up
 from graphshard.core.specs import ModelSpec, WeightSpec
 from graphshard.core.text import digest_of, text_of
@@ -122,13 +122,14 @@ class ChunkPiece(NamedTuple):
 
 
 def build_layout(model: ModelSpec, plan: Plan) -> Layout:
-    """Place every weight of `model` as `plan` decided.
+    """Place every weight of `model` as `plan` decided; those that are borrowed lie in another runtime's memory.
 
     Raises:
         SpecError: the alignment is below 16 bytes or no power of two, a weight is placed twice or not at all, a unit
-            has no bytes, or a residency names a slot or unit that does not exist.
+            has no bytes or a weight that no plan may shard, or a residency names a slot or unit that does not exist.
     """
     _check_request(plan)
+    refuse_sharded(model, plan.units)
     units = []
     shard_bytes = 0
     for unit in plan.units:
@@ -137,7 +138,7 @@ def build_layout(model: ModelSpec, plan: Plan) -> Layout:
         shard_bytes += layout.chunk_bytes
     slots = _slot_layouts(plan, units)
     sharded = {name for unit in plan.units for name in unit.weights}
-    resident, resident_bytes = _place([w for w in model.weights if w.name not in sharded], plan.alignment_bytes)
+    resident, resident_bytes = _place([w for w in model.owned if w.name not in sharded], plan.alignment_bytes)
     return Layout(
         world_size=plan.world_size,
         alignment_bytes=plan.alignment_bytes,

@@ -6,11 +6,13 @@ the last that read it. A unit that is read at two far ends of the model has two 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from graphshard.core.specs import StepShape
+from graphshard.core.errors import SpecError
+from graphshard.core.specs import ModelSpec, StepShape
 from graphshard.core.text import digest_of, text_of
 
 HeadPolicy = Literal["inside", "outside", "tail"]
@@ -39,6 +41,17 @@ class Unit:
     index: int
     name: str
     weights: tuple[str, ...]
+
+
+def refuse_sharded(model: ModelSpec, units: Sequence[Unit]) -> None:
+    """SpecError if `units` have a weight that no plan may shard (`ModelSpec.why_whole`), naming it and the reason."""
+    for unit in units:
+        for name in unit.weights:
+            if name in model.why_whole:
+                raise SpecError(
+                    f"unit {unit.index} ({unit.name}) shards the weight {name}, which stays whole: it is "
+                    f"{model.why_whole[name]}; leave it out of the units"
+                )
 
 
 @dataclass(frozen=True, slots=True)

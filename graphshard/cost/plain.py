@@ -16,8 +16,9 @@ def plain_facts(model: ModelSpec, world_size: int) -> ModelFacts:
     for segment in model.segments:
         for name in segment.reads:
             layer_of.setdefault(name, segment.layer)
+    why_resident = model.why_kept | model.why_whole
     weights = tuple(
-        _fact(weight, layer_of.get(weight.name), model.why_kept.get(weight.name, "")) for weight in model.weights
+        _fact(weight, layer_of.get(weight.name), why_resident.get(weight.name, "")) for weight in model.weights
     )
     numbers = dict.fromkeys(segment.layer for segment in model.segments if segment.layer is not None)
     hidden = max((fact.k for fact in weights), default=0)

@@ -343,7 +343,9 @@ def _shardable(request: ResidencyRequest) -> tuple[tuple[Shardable, ...], tuple[
         layers = {model.segments[index].layer for index in read}
         layer = next(iter(layers), None)
         size = model.weight(name).num_bytes
-        if len(layers) != 1 or layer is None:
+        if name in model.why_whole:
+            kept.append((name, f"it is {model.why_whole[name]}"))
+        elif len(layers) != 1 or layer is None:
             kept.append((name, "it is not read in exactly one layer"))
         elif runs[layer] > 1:
             kept.append((name, f"layer {layer} runs in {runs[layer]} pieces"))

@@ -53,7 +53,7 @@ class ShardManifest:
             world_size=plan.world_size,
             epoch=epoch,
             alignment_bytes=plan.alignment_bytes,
-            weights=model.weights,
+            weights=model.owned,
             units=plan.units,
             chunks=(),
             resident=(),

@@ -44,6 +44,10 @@ class Hooks:
     """Order of the captured graph's nodes on `host`, see `_core.Graph.instantiate`."""
     skip: frozenset[int] = frozenset()
     """Units whose gathers the list lacks; waits and records for them stay."""
+    fold_stall: int = 0
+    """Address of a 32-bit word: folds wait on the compute stream until it is >= 1. 0: they do not."""
+    prefetch_stream: Stream | None = None
+    """What gathers outside programs are issued on, instead of a stream of their own."""
     torch_cuda: TorchCuda | None = None
     """What plays torch.cuda on a CUDA device without one."""
     look_s: float = 0.05

@@ -15,7 +15,7 @@ from graphshard._core import Driver, Memory, Stream, Word
 from graphshard.comm.alignment import Alignment, Awaited, IssueKind
 from graphshard.comm.control import ControlTable
 from graphshard.comm.transport import Transport
-from graphshard.core.errors import CommError, DeviceError, GraphshardError, ProgramError
+from graphshard.core.errors import CommError, DeviceError, GraphshardError, ProgramError, SpecError
 from graphshard.core.ops import AgLaunch
 from graphshard.core.specs import StepShape
 from graphshard.runtime.bind import BoundProgram, Ground, Hooks, bind_programs
@@ -47,6 +47,8 @@ class Binding:
     """The base of `Runtime`."""
 
     _control: ControlTable
+    _lender: Binding | None = None
+    """Whose resident weights this one reads in their place, if it borrows some."""
 
     def __init__(
         self,
@@ -89,6 +91,16 @@ class Binding:
     def timeout_s(self, timeout_s: float) -> None:
         self._alignment.timeout_s = timeout_s
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether the weights that this runtime owns are of no version, since an update did not end."""
+        return self._torn is not None
+
     def check_open(self) -> None:
         """ProgramError if the runtime was closed, DeviceError in a forked child."""
         refuse_fork(self._owner_pid)
@@ -100,6 +112,17 @@ class Binding:
         self.check_open()
         if self._torn is not None:
             raise CommError(f"rank {self.rank}: {self._torn}; {self._torn_text()}")
+        if self._lender is not None:
+            self._lender.check_lends(self.model.borrowed)
+
+    def check_lends(self, weights: Sequence[str]) -> None:
+        """Used by whoever borrows `weights`: as `check_weights`, and ProgramError if their owner was closed."""
+        if self._closed:
+            raise ProgramError(
+                f"the runtime of {self.model.name}, which lends {', '.join(weights)}, is closed: close what borrows "
+                "from it first"
+            )
+        self.check_weights()
 
     def _torn_text(self) -> str:
         return (
@@ -200,6 +223,8 @@ class Binding:
     def _reserve_streams(self) -> None:
         names = ["compute", "copy", *(f"copy{i}" for i in range(1, self.plan.num_copy_streams)), "copy_own", "prefetch"]
         self._streams = {name: Stream(self.driver) for name in names}
+        if self.hooks.prefetch_stream is not None:
+            self._streams["prefetch"] = self.hooks.prefetch_stream
         self._done = Word(Memory.allocate_host(self.driver, 4))
         self._ground = Ground(
             self.driver,
@@ -213,6 +238,12 @@ class Binding:
         )
         before_gathers = partial(self._before_gathers, "outside", what="gathers outside a step")
         self._slots = SlotTable(len(self.layout.slots), self._ground, before_gathers)
+
+    def _known(self, shape: StepShape) -> StepShape:
+        if shape not in self.programs:
+            known = ", ".join(map(str, sorted(self.programs)))
+            raise SpecError(f"step shape {shape} is not among the plan's: {known}; add it to capture_sizes")
+        return shape
 
     def _bind(self) -> None:
         """Bind all programs to the windows as they are mapped now."""

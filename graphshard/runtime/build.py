@@ -28,6 +28,7 @@ from graphshard.device.base import Device
 from graphshard.device.cuda import CudaDevice
 from graphshard.load.recipe import Recipes
 from graphshard.runtime.bind import Hooks
+from graphshard.runtime.borrowing import Borrowed
 from graphshard.runtime.compiled import Compiled
 from graphshard.runtime.compute import ComputeTable, segment_weights
 from graphshard.runtime.cuda.torch_cuda import TorchCuda, VendorTorchCuda
@@ -81,12 +82,13 @@ def build_runtime(
     progress: bool = False,
     recipes: Recipes | None = None,
     ignore: Sequence[str] = (),
+    borrowed: Borrowed | None = None,
 ) -> Runtime:
     """Reserve, load, agree and bind on every rank of `group` (collective), or on one that came back.
 
     Without `agreed` no rank can come back. `epoch` is the version of the weights that `filler` brings.
     With `progress` gathers of a collective transport write how far they are.
-    `recipes` and `ignore` are what updates go by.
+    `recipes` and `ignore` are what updates go by; `borrowed` are weights in another runtime's memory.
 
     Raises:
         SpecError: the plan is for another world size.
@@ -98,7 +100,8 @@ def build_runtime(
     buffers = {shape: tuple(segmented.buffers(shape)) for shape in plan.step_shapes}
     name = plan.transport if plan.units else "pull"  # where nothing is sharded nothing is gathered, by whatever
     opening = group.agree("transport", lambda: open_transport(name, device, group, timeout_s, progress=progress))
-    certificate = _certificate(compiled, device, buffers, opening)
+    lent = borrowed or Borrowed()
+    certificate = _certificate(compiled, device, buffers, opening, lent)
     _compare(group, plan, certificate, welcome)
     with closing(opening):
         if name == "pull" and device.kind == "cuda" and welcome is None and plan.units:
@@ -106,9 +109,12 @@ def build_runtime(
         filler.prepare(compiled, group)
         opening.start()
         filled = _fill(compiled, filler, group, device, buffers, opening, welcome)
+        filled.memory.borrowed = lent.weights
         if welcome is None:
             filled.control.mine.set_epoch(epoch)
     runtime = _bound(compiled, segmented, filled, group, device, timeout_s, hooks)
+    if lent.lender is not None:
+        runtime.borrow_from(lent.lender)
     runtime.load_report = filler.report
     runtime.recipes, runtime.ignore = dict(recipes or {}), tuple(ignore)
     return _checked(runtime, certificate, agreed, filled, opening.why_no_rejoin)
@@ -216,7 +222,11 @@ def _compare(group: Group, plan: Plan, certificate: Certificate, welcome: Welcom
 
 
 def _certificate(
-    compiled: Compiled, device: Device, buffers: Mapping[StepShape, Sequence[BufferSpec]], opening: TransportOpening
+    compiled: Compiled,
+    device: Device,
+    buffers: Mapping[StepShape, Sequence[BufferSpec]],
+    opening: TransportOpening,
+    lent: Borrowed,
 ) -> Certificate:
     return Certificate(
         model=compiled.model.digest,
@@ -230,6 +240,7 @@ def _certificate(
             "device": device.kind,
             "torch": torch.__version__,
             **opening.settings,
+            **lent.settings,
             "buffers": digest_of("".join(f"{shape} {text_of(spec)}" for shape in buffers for spec in buffers[shape])),
         },
     )

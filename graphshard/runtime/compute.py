@@ -21,7 +21,7 @@ from graphshard.core.plan import Plan
 from graphshard.core.specs import ModelSpec, StepShape
 from graphshard.runtime.arena import Arena
 from graphshard.runtime.memory import BufferRow, RuntimeMemory
-from graphshard.runtime.model import Segment, SegmentedModel, StepState
+from graphshard.runtime.model import Segment, SegmentedModel, StepState, folds_of
 from graphshard.runtime.record import Tape, record
 
 _running = threading.local()
@@ -40,8 +40,11 @@ def refuse_inside_segment(what: str) -> None:
 def segment_weights(
     model: ModelSpec, plan: Plan, layout: Layout, memory: RuntimeMemory
 ) -> dict[str, dict[str, Tensor]]:
-    """For each segment path the weights it declared, as views at the addresses where they lie while it runs."""
-    resident = {view.weight: view for view in layout.resident}
+    """For each segment path the weights it declared, as views at the addresses where they lie while it runs.
+
+    Folds run between steps, and read no slot.
+    """
+    whole = {view.weight: memory.resident(view) for view in layout.resident} | dict(memory.borrowed)
     placed: dict[int, dict[str, tuple[WeightView, int]]] = {i: {} for i in range(len(model.segments))}
     for residency in plan.residencies:
         for view in layout.units[residency.unit].views:
@@ -51,13 +54,13 @@ def segment_weights(
     for i, segment in enumerate(model.segments):
         here: dict[str, Tensor] = {}
         for name in segment.reads:
-            if name in resident:
-                here[name] = memory.resident(resident[name])
+            if name in whole:
+                here[name] = whole[name]
             else:
                 view, slot = placed[i][name]
                 here[name] = memory.gathered(view, slot)
         weights[segment.path] = here
-    return weights
+    return weights | {fold.path: {name: whole[name] for name in fold.reads} for fold in model.folds}
 
 
 class ComputeTable:
@@ -71,16 +74,16 @@ class ComputeTable:
         memory: RuntimeMemory,
         step_shapes: Sequence[StepShape],
     ) -> None:
-        self._segments = tuple(model.segments)
-        if tuple(segment.spec for segment in self._segments) != spec.segments:
-            raise SpecError(f"model {spec.name}: its segments differ from the segments of its spec")
+        self._segments = (*model.segments, *folds_of(model))
+        if tuple(segment.spec for segment in self._segments) != (*spec.segments, *spec.folds):
+            raise SpecError(f"model {spec.name}: its segments, or folds, differ from those of its spec")
         self._states = {shape: StepState(shape, weights, memory.buffers(shape)) for shape in step_shapes}
         self._memory = memory
         self._arena = Arena()
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """The model's, in order."""
+        """The model's, in order, and its folds after them."""
         return self._segments
 
     def state(self, shape: StepShape) -> StepState:

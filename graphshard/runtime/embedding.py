@@ -77,6 +77,11 @@ class Embedding:
         """Replays by C so far; no control page tells peers of them."""
         return self._order.num_replays
 
+    @property
+    def has_news(self) -> bool:
+        """Whether C replayed or prefetched since this runtime last took over: then slots hold what it left."""
+        return self._order.num_uses != self._seen
+
     def take_over(self, timeout_s: float) -> bool:
         """This runtime uses the slots again, after all that C replayed or prefetched; C relies on nothing in them then.
 
@@ -85,8 +90,7 @@ class Embedding:
         Raises:
             CommError: C's last replay or prefetch did not end in time. The next call waits for it again.
         """
-        num_uses = self._order.num_uses
-        is_news = num_uses != self._seen
+        num_uses, is_news = self._order.num_uses, self.has_news
         if is_news and not self._order.synchronize(timeout_s):
             what = f"replay {self._order.num_replays}, or a prefetch,"
             raise CommError(f"waited {timeout_s:.1f} s for {what} of the server that embeds this runtime")

@@ -3,6 +3,7 @@
 shards    this rank's chunks, exportable: peers copy from it
 slots     gathered units, private
 resident  whole weights, private
+borrowed  whole weights of another runtime of this rank, in that one's memory
 buffers   inputs, outputs, caches and activations; step shapes share them (steps never overlap)
 """
 
@@ -87,6 +88,8 @@ class RuntimeMemory:
         }
         _refuse_if_too_large(device, sizes)
         self.layout = layout
+        self.borrowed: Mapping[str, Tensor] = {}
+        """Weights of another runtime, by name: its views, which keep its memory mapped."""
         allocate = allocate or (lambda use, num_bytes: device.allocate(num_bytes, exportable=use == "shards"))
         self.shards = allocate("shards", layout.shard_bytes) if layout.shard_bytes else None
         self.slots = allocate("slots", layout.slot_bytes) if layout.slot_bytes else None

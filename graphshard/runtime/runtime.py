@@ -11,8 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable
 from types import TracebackType
 
 from torch import Tensor
@@ -23,29 +22,29 @@ from graphshard.comm.control import CLOSED, ControlTable
 from graphshard.comm.doorkeeper import Doorkeeper
 from graphshard.comm.group import Group
 from graphshard.comm.transport import Transport
-from graphshard.core.errors import DeviceError, GraphshardError, SpecError
+from graphshard.core.errors import GraphshardError, SpecError
 from graphshard.core.specs import BufferRole, StepShape
 from graphshard.runtime.admission import Admission
-from graphshard.runtime.bind import BoundProgram, Hooks, gathers_text
+from graphshard.runtime.bind import Hooks, gathers_text
 from graphshard.runtime.binding import leave_behind
-from graphshard.runtime.capture_lock import capture_lock
+from graphshard.runtime.borrowing import Borrowers
 from graphshard.runtime.compiled import Compiled
 from graphshard.runtime.compute import ComputeTable, refuse_inside_segment
 from graphshard.runtime.cuda.compute import CudaCompute
 from graphshard.runtime.cuda.in_flight import InFlight
 from graphshard.runtime.cuda.torch_cuda import TorchCuda
 from graphshard.runtime.cuda.watchdog import Watchdog
-from graphshard.runtime.graphs import Captured, HostCaptured, StepGraph
+from graphshard.runtime.folding import Folding
+from graphshard.runtime.graphs import StepGraph
 from graphshard.runtime.loop import StepLoop, StepObserver, StepPieces, StepTurn
 from graphshard.runtime.memory import RuntimeMemory
 from graphshard.runtime.model import StepState
 from graphshard.runtime.saving import Saving
-from graphshard.runtime.update.updating import Updating
 
 _log = logging.getLogger("graphshard")
 
 
-class Runtime(Updating, Saving):
+class Runtime(Folding, Saving):
     """One rank's runtime. Built by `graphshard.compile`; close it, or use it as a context manager."""
 
     def __init__(
@@ -87,6 +86,8 @@ class Runtime(Updating, Saving):
         self._eager: dict[StepShape, Calls] = {}
         self._pieces: dict[StepShape, StepPieces] = {}
         self._must_exit: str | None = None
+        self.borrowers = Borrowers()
+        self._bind_folds()
         self.let_in(None)
 
     # --- stepping ---
@@ -111,6 +112,8 @@ class Runtime(Updating, Saving):
     def capture(self, shapes: Iterable[StepShape] = ()) -> None:
         """Capture the step shapes (all of the plan's if none are given), largest first; captured ones are kept.
 
+        A model's folds are captured beside each.
+
         Local under `pull`. Under a collective transport all ranks call it alike, and compare what they capture.
 
         Raises:
@@ -132,47 +135,9 @@ class Runtime(Updating, Saving):
             self._alignment.agree_on_capture(self.group, [(str(s), gathers_text(self.programs[s])) for s in due])
             for shape in due:
                 bound = self._bound[shape]
-                if self._cuda is not None:
-                    capture: Callable[[BoundProgram], Captured] = partial(self._capture_on_cuda, self._cuda, shape)
-                else:
-                    capture = partial(self._capture_on_host, shape, self.recorded(shape, bound))
-                self._graphs[shape] = StepGraph(self, shape, bound, capture)
+                self._capture_fold(shape)
+                self._graphs[shape] = StepGraph(self, shape, bound, self._capturer(shape, bound))
             self.note_visible()
-
-    def recorded(self, shape: StepShape, bound: BoundProgram) -> Calls:
-        """What the segments of a step of `shape` do, recorded over the weights that they read. With the lock held.
-
-        As collective as the transport's gathers are; takes the capture lock for each segment.
-        """
-        lock = partial(capture_lock, f"step shape {shape}", self.timeout_s)
-        return self._compute.captured(shape, bound.computes, self.gather_now, lock)
-
-    def warm_up(self) -> None:
-        """Load every kernel of compute, before peers may wait for this rank in a gather. Local. Nothing on `host`.
-
-        Buffers hold afterwards what they held.
-
-        Raises:
-            DeviceError: a segment does what no capture should hold.
-        """
-        refuse_inside_segment("warm_up")
-        with self.turn.lock:
-            self._check_ready()
-            if self._cuda is not None:
-                with self._memory.unchanged_buffers():
-                    for shape in self.programs:
-                        self._cuda.warm_up(shape, self._bound[shape].computes)
-
-    def _capture_on_host(self, shape: StepShape, calls: Calls, bound: BoundProgram) -> Captured:
-        try:
-            return HostCaptured.capture(calls, self.plan.executor, self.hooks.seed, bound, self.timeout_s)
-        except DriverError as error:
-            raise DeviceError(f"step shape {shape} cannot be captured: {error}") from error
-
-    def _capture_on_cuda(self, cuda: CudaCompute, shape: StepShape, bound: BoundProgram) -> Captured:
-        """Takes the capture lock itself, after the warm-up: segments may wait for ranks that are threads here."""
-        with self._memory.unchanged_buffers():
-            return cuda.capture(shape, bound)
 
     def graph(self, batch_size: int, tokens_per_sequence: int = 1) -> StepGraph:
         """The smallest captured step that fits `batch_size` sequences of `tokens_per_sequence` tokens.
@@ -193,27 +158,6 @@ class Runtime(Updating, Saving):
                 f"no captured step fits {wanted}; captured: {known}. Add it to capture_sizes, or call Runtime.capture"
             )
         return self._graphs[min(fitting)]
-
-    def prefetch(self, batch_size: int, tokens_per_sequence: int = 1) -> None:
-        """Gather what the next step of this shape expects in its slots, now, on a stream of its own.
-
-        Under a collective transport all ranks call it alike, as they do steps: which gathers are due follows from the
-        calls made before, so equal calls make equal gathers.
-
-        Order:   after the last step, beside whatever comes next on other streams; the step waits for it.
-        Blocks:  no.
-        Capture: no: it is the part of a step that lies outside its graph.
-        """
-        refuse_inside_segment("prefetch")
-        shape = self._known(StepShape(batch_size, tokens_per_sequence))
-        with self.turn.lock:
-            self._check_ready()
-            self.turn.wait_until_free()
-            self._check_generations(shape)
-            self._alignment.check("a prefetch")
-            self._slots.prefetch(self.programs[shape])
-            if self._embedding is not None:
-                self._embedding.hand_over_prefetch()
 
     def begin_step(self, batch_size: int | None = None, tokens_per_sequence: int = 1) -> StepLoop:
         """Begin a step whose layers the caller computes: `before_layer(i)`, compute, `after_layer(i)`, ..., `end()`.
@@ -351,6 +295,7 @@ class Runtime(Updating, Saving):
             for graph in self._graphs.values():
                 graph.close()
             self._graphs.clear()
+            self._close_folds()
             if self._cuda is not None:
                 self._cuda.close()
             self._eager.clear()
@@ -361,8 +306,9 @@ class Runtime(Updating, Saving):
             self._must_exit = self._transport.must_exit
             if self._must_exit is not None:
                 _log.error("rank %d: this process must exit: %s (%s)", self.rank, self._must_exit, alone)
-                leave_behind(self._streams, self._memory, self._done, self._slots, self._in_flight)
+                leave_behind(self._streams, self._memory, self._done, self._slots, self._in_flight, self._folds)
             self._streams.clear()
+            self._folds = self._lender = None
             del self._admission, self._slots, self._compute, self._ground, self._done, self._memory
 
     @property
@@ -386,9 +332,3 @@ class Runtime(Updating, Saving):
         self._slots.rebind()
         self._bind()
         self.check_gathers()
-
-    def _known(self, shape: StepShape) -> StepShape:
-        if shape not in self.programs:
-            known = ", ".join(map(str, sorted(self.programs)))
-            raise SpecError(f"step shape {shape} is not among the plan's: {known}; add it to capture_sizes")
-        return shape

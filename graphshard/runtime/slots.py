@@ -42,6 +42,20 @@ class SlotTable:
         """After an error, or while a step runs: nothing can be relied on."""
         self._held = [None] * len(self._held)
 
+    def discard(self) -> None:
+        """Gathers on their way have ended, or will never be relied on: nothing can be, and nobody waits for them."""
+        self.forget()
+        self._in_flight = False
+
+    @property
+    def is_in_flight(self) -> bool:
+        """Whether gathers were issued from outside that no program waits for yet."""
+        return self._in_flight
+
+    def hold(self, program: Program) -> bool:
+        """Whether the slots hold, or are being filled with, all that `program` expects."""
+        return all(unit is None or self._held[slot] == unit for slot, unit in enumerate(program.entry))
+
     def rebind(self) -> None:
         """A window was remapped: the addresses of gathers, and what they brought, are worth nothing."""
         self._gathers.clear()

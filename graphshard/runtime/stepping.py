@@ -41,6 +41,8 @@ class Stepping(Binding):
     """How long the host was busy with handing the last step to the driver: with its ops, or with one graph launch."""
     handed_over_s = 0.0
     """`time.perf_counter()` when the last step was enqueued."""
+    _step_batch = 0
+    """The last batch of gathers that had been issued when the last step was (`Alignment.number`)."""
     _control: ControlTable
     _eager: dict[StepShape, Calls]
     _cuda: CudaCompute | None = None
@@ -102,6 +104,7 @@ class Stepping(Binding):
         if self._embedding is not None:
             self._embedding.hand_over()
         self._num_steps += 1
+        self._step_batch = self._alignment.number
         awaited = self._awaited(self._num_steps, shape, bound, is_eager)
         self.handed_over_s = time.perf_counter()
         if self._in_flight is not None:

@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 
 from graphshard.core.errors import SpecError
 from graphshard.core.patterns import first_match
-from graphshard.core.plan import Unit, WeightDecision
+from graphshard.core.plan import Unit, WeightDecision, refuse_sharded
 from graphshard.core.sizes import format_bytes, parse_bytes
 from graphshard.core.specs import ModelSpec, WeightSpec
 
@@ -30,7 +30,7 @@ class UnitRules:
 
     A weight that `include` names is sharded wherever it is read and however small it is; with any `include` pattern
     the weights that none names stay resident. What the model keeps (`ModelSpec.kept`) is resident where there is none.
-    `exclude` wins over all.
+    `exclude` wins over all. What no plan may shard (`ModelSpec.why_whole`) is resident; to include it is an error.
     """
 
     policy: str = "layer"
@@ -56,7 +56,7 @@ def choose_units(model: ModelSpec, rules: UnitRules) -> tuple[tuple[WeightDecisi
     """Decide every weight of `model`, in its order, and group the sharded ones into units, in reading order.
 
     Raises:
-        SpecError: unknown policy, or a pattern that matches no weight.
+        SpecError: unknown policy, a pattern that matches no weight, or one that includes what stays whole.
     """
     cap = unit_cap(rules.policy)
     _check_patterns(model, rules)
@@ -77,8 +77,9 @@ def place_units(model: ModelSpec, units: Sequence[Unit]) -> tuple[WeightDecision
     """Decide every weight of `model` as `units`, given by somebody else, have it.
 
     Raises:
-        SpecError: a unit names a weight that the model does not have, or that no segment reads.
+        SpecError: a unit names a weight that the model does not have, that no segment reads, or that stays whole.
     """
+    refuse_sharded(model, units)
     reading = _Reading(model)
     unit_of: dict[str, int] = {}
     for unit in units:
@@ -93,15 +94,19 @@ def place_units(model: ModelSpec, units: Sequence[Unit]) -> tuple[WeightDecision
         WeightDecision(
             weight.name,
             unit_of.get(weight.name),
-            reading.why_sharded(weight, units) if weight.name in unit_of else "no unit that was given has it",
+            reading.why_sharded(weight, units)
+            if weight.name in unit_of
+            else model.why_whole.get(weight.name, "no unit that was given has it"),
         )
         for weight in model.weights
     )
 
 
 def keep_all(model: ModelSpec, reason: str) -> tuple[WeightDecision, ...]:
-    """Every weight resident, for one and the same reason."""
-    return tuple(WeightDecision(weight.name, None, reason) for weight in model.weights)
+    """Every weight resident, for one and the same reason, where there is no stronger one."""
+    return tuple(
+        WeightDecision(weight.name, None, model.why_whole.get(weight.name, reason)) for weight in model.weights
+    )
 
 
 def unit_stays(model: ModelSpec, units: Sequence[Unit]) -> list[tuple[int, int, int]]:
@@ -119,7 +124,7 @@ class _Reading:
 
     def __init__(self, model: ModelSpec) -> None:
         self.segments = model.segments
-        self.why_kept = model.why_kept
+        self.why_kept, self.why_whole = model.why_kept, model.why_whole
         self.position = {weight.name: index for index, weight in enumerate(model.weights)}
         self.readers: dict[str, list[int]] = {weight.name: [] for weight in model.weights}
         self.runs: list[int] = []  # by segment; a run is a stretch of segments of one layer
@@ -158,6 +163,9 @@ class _Reading:
         name, size = weight.name, weight.num_bytes
         if size == 0:
             return "has no bytes"
+        if name in self.why_whole:
+            self._refuse_included(name, rules)
+            return self.why_whole[name]
         if not self.readers[name]:
             return "no segment reads it"
         excluded = first_match(name, rules.exclude)
@@ -176,6 +184,15 @@ class _Reading:
         if size < rules.min_shard_bytes:
             return f"{format_bytes(size)} is below min_shard_bytes {format_bytes(rules.min_shard_bytes)}"
         return ""
+
+    def _refuse_included(self, name: str, rules: UnitRules) -> None:
+        """SpecError if a pattern wants to shard the weight `name`, which stays whole."""
+        included = first_match(name, rules.include)
+        if included and not first_match(name, rules.exclude):
+            raise SpecError(
+                f"include pattern {included!r} names the weight {name}, which stays whole: it is "
+                f"{self.why_whole[name]}; say exclude=({name!r},) beside it, or include less"
+            )
 
     def why_sharded(self, weight: WeightSpec, units: Sequence[Unit]) -> str:
         readers = self.readers[weight.name]

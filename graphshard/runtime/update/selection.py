@@ -26,7 +26,11 @@ class Selection:
 
 
 def select(
-    weights: Sequence[str], recipes: Recipes, only: str | Iterable[str] | None, keep: str | Iterable[str]
+    weights: Sequence[str],
+    recipes: Recipes,
+    only: str | Iterable[str] | None,
+    keep: str | Iterable[str],
+    borrowed: Sequence[str] = (),
 ) -> Selection:
     """The weights that match a pattern of `only` (None: all) and none of `keep`.
 
@@ -35,16 +39,20 @@ def select(
         recipes: how they are made, see `load.recipe`.
         only: patterns, as file names' (`*`, `?`, `[a-z]`).
         keep: patterns of weights that are declared to keep the bytes they have.
+        borrowed: weights that another runtime owns, and updates.
 
     Raises:
-        SpecError: a pattern matches no weight, or `only` leaves out a weight that belongs to one it takes (its scale,
-            or another weight made of the same tensor) and `keep` does not name.
+        SpecError: a pattern matches no weight, or borrowed ones alone, or `only` leaves out a weight that belongs to
+            one it takes (its scale, or another weight made of the same tensor) and `keep` does not name.
     """
     wanted = ("*",) if only is None else patterns_of("only", only)
     declared = patterns_of("keep", keep)
     for what, patterns in (("only", () if only is None else wanted), ("keep", declared)):
         for pattern in patterns:
             if not any(fnmatchcase(name, pattern) for name in weights):
+                lent = next((name for name in borrowed if fnmatchcase(name, pattern)), None)
+                if lent is not None:
+                    raise SpecError(f"{what}={pattern!r} names {lent}, which is borrowed: update who lends it")
                 raise SpecError(f"{what}={pattern!r} matches no weight; known: {some_of(list(weights))}")
     kept = {name for name in weights if matches(name, declared)}
     updated = [name for name in weights if matches(name, wanted) and name not in kept]

@@ -15,7 +15,7 @@ from torch import Tensor
 from graphshard.comm.checksums import checksum_of_pieces
 from graphshard.comm.group import LocalGroup
 from graphshard.core.errors import LoadError
-from graphshard.core.patterns import patterns_of
+from graphshard.core.patterns import matches, patterns_of
 from graphshard.core.specs import ModelSpec, WeightSpec
 from graphshard.load.accounting import Accounting
 from graphshard.load.recipe import Read, Recipes, reads_of, recipe_for
@@ -54,10 +54,12 @@ class Staging:
         places: Mapping[str, Sequence[Place]],
         on_tensor: Callable[[], None],
         is_fleeting: Callable[[Tensor], bool],
+        borrowed: Sequence[str] = (),
     ) -> None:
         """`places`: by weight, where this rank keeps which of its bytes. `on_tensor` is called after each tensor.
 
-        `is_fleeting`: whether a tensor lies where gathers write, so that its bytes are anybody's.
+        `is_fleeting`: whether a tensor lies where gathers write, so that its bytes are anybody's. `borrowed`: weights
+        that another runtime owns.
         """
         self._specs, self._recipes, self._ignore, self._places = specs, recipes, patterns_of("ignore", ignore), places
         self._selection, self._on_tensor, self._is_fleeting = selection, on_tensor, is_fleeting
@@ -69,6 +71,7 @@ class Staging:
         for weight, reads in self._due.items():
             for name in reads:
                 self._readers.setdefault(name, []).append(weight)
+        self._lent = {read for name in borrowed for read in reads_of(recipe_for(recipes, name))} - set(selection.reads)
         self._entries: dict[str, TensorEntry] = {}
         self._waiting: dict[str, Tensor] = {}
         self._accounting = Accounting("the tensors given", _WAY_OUT, "Runtime.ignore = ")
@@ -89,7 +92,10 @@ class Staging:
             if name in self.checksums:
                 self._accounting.twice(name)
                 continue
-            given.append(name)
+            if name in self._lent and not matches(name, self._ignore):
+                self._accounting.note("borrowed", f"{name}: leave it out, it comes with the update of who lends it")
+            else:
+                given.append(name)
             if name in self._readers:
                 self._take_one(name, tensor)
             self._on_tensor()

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -32,6 +32,7 @@ from graphshard.load.accounting import check_unknown
 from graphshard.load.recipe import Recipes
 from graphshard.runtime.admission import Admission
 from graphshard.runtime.binding import refuse_fork
+from graphshard.runtime.borrowing import Borrowers
 from graphshard.runtime.compute import ComputeTable, refuse_inside_segment
 from graphshard.runtime.graphs import StepGraph
 from graphshard.runtime.loop import StepObserver
@@ -70,6 +71,8 @@ class _Attempt:
     seconds: dict[str, float] = field(default_factory=dict)
     checksums: ChunkChecksums | None = None
     """Of what was written, on all ranks."""
+    resting: ExitStack = field(default_factory=ExitStack)
+    """Closed when the update is over: whoever borrows weights goes on then."""
 
     def look_at_peers(self) -> None:
         """CommError if a peer gave up or died, so that nobody stages for nothing; a few times a second."""
@@ -104,6 +107,8 @@ class Updating(Stepping):
     _admission: Admission
     _compute: ComputeTable
     _graphs: dict[StepShape, StepGraph]
+    borrowers: Borrowers
+    """Who reads resident weights of this runtime in their place."""
     _is_updating = False
     _visible: tuple[BufferRow, ...] = ()
     """Where everything was that graphs see, when they were captured."""
@@ -112,6 +117,15 @@ class Updating(Stepping):
     def epoch(self) -> int:
         """The version of the weights: even, 2 more after each update. Odd: of no version, see `update`."""
         return self._control.mine.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Used where weights of this runtime that another one owns are written."""
+        self._control.mine.set_epoch(epoch)
+
+    def borrow_from(self, lender: Updating) -> None:
+        """Weights of this runtime are `lender`'s: this one needs it, and rests while it writes them."""
+        self._lender = lender
+        lender.borrowers.add(self)
 
     def buffer_table(self) -> tuple[BufferRow, ...]:
         """Everything a captured graph can see, where it lies. Equal before and after any step and any update."""
@@ -158,7 +172,7 @@ class Updating(Stepping):
                 )
                 compare_staged(group, attempt.epoch, selection, staging.checksums)
                 may_write, is_done = Verdict.exchange(group, ["to write", "that the update is done"])
-            with self.turn.lock:
+            with self.turn.lock, attempt.resting:
                 self._stop(attempt, may_write)
                 self._write(attempt, staging, is_done)
             return report_of(self.epoch, selection, staging, attempt.seconds)
@@ -207,9 +221,11 @@ class Updating(Stepping):
     ) -> tuple[Selection, Staging]:
         self.check_open()
         self._alignment.check("an update")
-        specs = {weight.name: weight for weight in self.model.weights} | self.outside.specs()
-        check_unknown("recipes", self.recipes, specs)
-        selection = select(list(specs), self.recipes, only, keep)
+        if self._lender is not None:
+            self._lender.check_lends(self.model.borrowed)
+        specs = {weight.name: weight for weight in self.model.owned} | self.outside.specs()
+        check_unknown("recipes", self.recipes, {**specs, **dict.fromkeys(self.model.borrowed)})
+        selection = select(list(specs), self.recipes, only, keep, self.model.borrowed)
         if self._torn is not None and selection.kept:
             raise ProgramError(
                 f"only a complete update gives weights of no version (epoch {self.epoch}) one again, and this leaves "
@@ -222,8 +238,8 @@ class Updating(Stepping):
             attempt.look_at_peers()
             self.hooks.update("staging")
 
-        is_fleeting = self._memory.is_in_slots
-        staging = Staging(specs, self.recipes, self.ignore, selection, places, on_tensor, is_fleeting)
+        is_fleeting, borrowed = self._memory.is_in_slots, self.model.borrowed
+        staging = Staging(specs, self.recipes, self.ignore, selection, places, on_tensor, is_fleeting, borrowed)
         staging.take(tensors)
         self.hooks.update("staged")
         return selection, staging
@@ -252,15 +268,20 @@ class Updating(Stepping):
             self.observer.before_step()  # the module's weights are where they were bound
         self._control.mine.set_epoch(attempt.epoch | 1)  # C begins nothing from here on
         self.hooks.update("stopping")
+        self.end_all("the end of what was issued before an update")
+        self.borrowers.stop(self, attempt.epoch, attempt.resting)
+        self.hooks.update("stopped")
+        return self.moved()
+
+    def end_all(self, what: str) -> None:
+        """Wait for all that was issued, whoever issued it; `what` says so in errors. With the lock held."""
         self.follow_caller()
         self._leave_last_use()
         self.synchronize()
-        awaited = Awaited("the end of what was issued before an update", self._num_steps, str)
+        awaited = Awaited(what, self._num_steps, str)
         for stream in self._streams.values():
             if not self._alignment.wait(stream.synchronize, awaited):
                 raise self.late_error(awaited.what, "")
-        self.hooks.update("stopped")
-        return self.moved()
 
     # --- write ---
 

@@ -130,7 +130,7 @@ class _Loading:
         kept = {name: sum(end - begin for begin, end in ranges) for name, ranges in self.loaded.items()}
         return LoadReport(
             tuple(
-                LoadedWeight(w.name, source.way(w.name), w.num_bytes, kept.get(w.name, 0)) for w in self._model.weights
+                LoadedWeight(w.name, source.way(w.name), w.num_bytes, kept.get(w.name, 0)) for w in self._model.owned
             ),
             bytes_read=source.num_bytes_read,
             checkpoint_bytes=source.checkpoint_bytes,

@@ -110,10 +110,11 @@ class RecipeSource:
             raise SpecError(f"recipes are a {type(self._recipes).__name__}: give a mapping, weight names to recipes")
         recipes = {weight.name: recipe_for(self._recipes, weight.name) for weight in model.weights}
         accounting.recipes(self._recipes, recipes)
-        needed = [read for recipe in recipes.values() for read in reads_of(recipe)]
-        accounting.names(entries, needed, self._ignore)
+        needed = [read for weight in model.owned for read in reads_of(recipes[weight.name])]
+        lent = {read for name in model.borrowed for read in reads_of(recipes[name])} - set(needed)
+        accounting.names([name for name in entries if name not in lent], needed, self._ignore)
         made = {}
-        for weight in model.weights:
+        for weight in model.owned:
             recipe = recipes[weight.name]
             if all(read in entries for read in reads_of(recipe)):
                 try:

@@ -41,7 +41,7 @@ def check_source(group: Group, model: ModelSpec, source: WeightSource) -> None:
     identities = [identity for identity, _ in group.all_gather(source.identity(), name="checkpoint")]
     if identities[0] is not None and all(identity == identities[0] for identity in identities):
         return
-    names = [weight.name for weight in model.weights]
+    names = [weight.name for weight in model.owned]
     check_replicated(
         group,
         names,

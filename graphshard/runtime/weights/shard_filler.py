@@ -161,16 +161,16 @@ def _open(checkpoint: object, spec: Callable[[], ModelSpec], world_size: int) ->
 
 def _check_model(path: Path, manifest: ShardManifest, model: ModelSpec) -> None:
     """LoadError naming the first weight that is not as it was saved."""
-    if manifest.weights == model.weights:
+    if manifest.weights == model.owned:
         return
-    saved, asked = {w.name: w for w in manifest.weights}, {w.name: w for w in model.weights}
+    saved, asked = {w.name: w for w in manifest.weights}, {w.name: w for w in model.owned}
     for name in [*asked, *(name for name in saved if name not in asked)]:
         if saved.get(name) != asked.get(name):
             files, wanted = _spec_text(saved.get(name)), _spec_text(asked.get(name))
             what = f"weight {name} is {files} in the files, and the model asks for {wanted}"
             break
     else:
-        what = f"the weights are in another order, {manifest.weights[0].name} first instead of {model.weights[0].name}"
+        what = f"the weights are in another order, {manifest.weights[0].name} first instead of {model.owned[0].name}"
     raise LoadError(
         f"the shard files in {path} are of another model ({manifest.model}) than {model.name}: {what}. Give the folder "
         "that was saved of this model, or load its checkpoint and save the shards again"
@@ -206,6 +206,6 @@ def _kind(manifest: ShardManifest) -> str:
 
 def _report_of(compiled: Compiled, rank: int, bytes_read: int, seconds: float) -> LoadReport:
     kept = kept_bytes_of(compiled.layout, rank)
-    rows = [LoadedWeight(w.name, "shard file", w.num_bytes, kept.get(w.name, 0)) for w in compiled.model.weights]
-    checkpoint_bytes = sum(weight.num_bytes for weight in compiled.model.weights)
+    rows = [LoadedWeight(w.name, "shard file", w.num_bytes, kept.get(w.name, 0)) for w in compiled.model.owned]
+    checkpoint_bytes = sum(weight.num_bytes for weight in compiled.model.owned)
     return LoadReport(tuple(rows), bytes_read, checkpoint_bytes, 0, seconds)

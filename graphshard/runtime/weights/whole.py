@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from graphshard.core.errors import SpecError
+from graphshard.runtime.borrowing import private_copy
 from graphshard.runtime.runtime import Runtime
 
 
@@ -24,6 +25,8 @@ def whole_weight(runtime: Runtime, name: str) -> Tensor:
     with runtime.turn.lock:
         runtime.check_weights()
         runtime.turn.wait_until_free()
+        if name in runtime.memory.borrowed:
+            return private_copy(runtime.memory.borrowed[name])
         for view in layout.resident:
             if view.weight == name:
                 return runtime.memory.private(view, None)
