@@ -26,17 +26,28 @@ from graphshard.core.errors import SpecError
 from graphshard.core.specs import BufferRole, BufferSpec, ModelSpec, SegmentSpec, StepShape, WeightSpec
 from graphshard.models.config import DEFAULT_CACHE_LENGTH, LlamaConfig, load_llama_config
 from graphshard.models.rope import rotate_, rotations
+from graphshard.models.taps import check_taps, tapped, taps_buffer
 from graphshard.runtime.model import Segment, StepState
 
 
 class Llama:
     """A SegmentedModel; weights are named as in Hugging Face's checkpoints."""
 
-    def __init__(self, config: LlamaConfig, max_batch_size: int, cache_length: int = DEFAULT_CACHE_LENGTH) -> None:
+    def __init__(
+        self,
+        config: LlamaConfig,
+        max_batch_size: int,
+        cache_length: int = DEFAULT_CACHE_LENGTH,
+        *,
+        taps: tuple[int, ...] = (),
+    ) -> None:
         """Caches are `[max_batch_size, kv heads, cache_length, head_dim]`, two a layer.
 
+        `taps` are layers after which the residual stream is an output too, side by side in `taps`
+        `[batch, t, len(taps) * hidden]`: what a draft may want to see.
+
         Raises:
-            SpecError: `cache_length` or `max_batch_size` is out of range.
+            SpecError: `cache_length` or `max_batch_size` is out of range, or a tap is no layer.
         """
         if not 1 <= cache_length <= config.max_positions:
             raise SpecError(
@@ -44,9 +55,11 @@ class Llama:
             )
         if max_batch_size < 1:
             raise SpecError(f"llama: max_batch_size is {max_batch_size}, must be at least 1")
+        check_taps("llama", taps, config.num_layers)
         self.config = config
         self.max_batch_size = max_batch_size
         self.cache_length = cache_length
+        self.taps = taps
         self._weights: dict[str, WeightSpec] = {}
         self._segments = (
             self._embed(),
@@ -105,6 +118,7 @@ class Llama:
             activation("cos", n, 1, c.head_dim),
             activation("sin", n, 1, c.head_dim),
             activation("mask", batch, 1, group * t, self.cache_length),
+            *taps_buffer(self.taps, shape, c.hidden_size, c.dtype),
             *(
                 BufferSpec(f"layers.{layer}.{what}_cache", cache, c.dtype, "cache")
                 for layer in range(c.num_layers)
@@ -164,7 +178,7 @@ class Llama:
             segment("o_proj", o, _attend(layer, o)),
             segment("gate_proj", (post_norm, *gate), _norm_then_linear(post_norm, gate, c.norm_eps, "mlp")),
             segment("up_proj", up, _swiglu(up)),
-            segment("down_proj", down, lambda state: _add_linear(state, down, state.buffer("mlp"))),
+            segment("down_proj", down, tapped(layer, self.taps, _add_mlp(down))),
         )
 
     def _head(self) -> Segment:
@@ -213,6 +227,10 @@ def _add_linear(state: StepState, names: tuple[str, ...], x: Tensor) -> None:
     hidden = state.buffer("hidden").addmm_(x, state.weight(names[0]).t())
     if len(names) == 2:
         hidden.add_(state.weight(names[1]))
+
+
+def _add_mlp(names: tuple[str, ...]) -> Callable[[StepState], None]:
+    return lambda state: _add_linear(state, names, state.buffer("mlp"))
 
 
 def _norm_then_linear(norm: str, names: tuple[str, ...], eps: float, target: str) -> Callable[[StepState], None]:

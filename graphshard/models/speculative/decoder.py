@@ -1,0 +1,124 @@
+"""Greedy decoding by blocks: a draft proposes, the target verifies, and its tokens are those of plain greedy decoding.
+
+Every step runs the same replays whatever the tokens are, so ranks that share weights may decode different texts.
+Without a proposer the same steps gain one token each: the reference, computed at the same step shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from graphshard.core.errors import SpecError
+from graphshard.models.speculative.acceptance import Row, accept, append, block_of, rows_for
+from graphshard.models.speculative.proposers import Proposer
+from graphshard.models.speculative.steps import SpeculativeStepLike, choices, write
+
+OnToken = Callable[[int, int], None]
+"""Called with (sequence, token) as soon as a token counts."""
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """What one run gave, by sequence."""
+
+    tokens: list[list[int]]
+    """Generated ones."""
+    gaps: list[list[float]]
+    """For each of them, by how much its logit exceeded the next largest."""
+    num_steps: int
+    """Verify steps."""
+    gained: list[list[int]]
+    """Tokens gained by each verify step of a sequence that had places for proposals, whether there were any or not."""
+
+    @property
+    def acceptance_length(self) -> float:
+        """Mean tokens that such a verify step gained a sequence, 1.0 to the block's size; 0.0 if there was none."""
+        counts = [count for row in self.gained for count in row]
+        return sum(counts) / len(counts) if counts else 0.0
+
+    @property
+    def min_gap(self) -> float:
+        """How near a tie came where a token was chosen."""
+        return min(gap for row in self.gaps for gap in row)
+
+
+class SpeculativeDecoder:
+    """Drives one step shape. `decode` is a whole run; a server's own loop calls `advance` with rows of its own."""
+
+    def __init__(self, step: SpeculativeStepLike, proposer: Proposer | None = None, *, num_positions: int) -> None:
+        """`num_positions`: of the caches, the smaller of target and draft.
+
+        Raises:
+            SpecError: the proposer is for another batch or block.
+        """
+        self.batch_size, self.block = step.target.inputs["tokens"].shape
+        if proposer is not None and (proposer.batch_size, proposer.block) != (self.batch_size, self.block):
+            raise SpecError(
+                f"the proposer is for {proposer.batch_size} sequences and blocks of {proposer.block}, the target's "
+                f"step for {self.batch_size} and {self.block}: make both for one step shape"
+            )
+        self.num_positions = num_positions
+        self._step, self._proposer = step, proposer
+
+    def decode(self, prompts: Sequence[Sequence[int]], num_tokens: int, on_token: OnToken | None = None) -> Decoded:
+        """Generate `num_tokens` tokens for each prompt, all in one batch, from position 0; no token ends a text.
+
+        Raises:
+            SpecError: see `rows_for`.
+        """
+        vocab_size = self._step.target.outputs["logits"].shape[-1]
+        rows = rows_for(prompts, num_tokens, self.batch_size, vocab_size, self.num_positions, self.block)
+        self.begin()
+        num_steps = 0
+        gained: list[list[int]] = [[] for _ in prompts]
+        while not all(row.is_done for row in rows):
+            decoding = [row.is_decoding for row in rows]
+            counts = self.advance(rows)
+            num_steps += 1
+            for i, row in enumerate(rows[: len(prompts)]):
+                if decoding[i]:
+                    gained[i].append(counts[i])
+                if on_token is not None:
+                    for token in row.tokens[len(row.tokens) - counts[i] :]:
+                        on_token(i, token)
+        used = rows[: len(prompts)]
+        return Decoded([row.generated for row in used], [row.gaps for row in used], num_steps, gained)
+
+    def begin(self) -> None:
+        """Rows that come next have nothing to do with those before."""
+        if self._proposer is not None:
+            self._proposer.begin()
+
+    def advance(self, rows: Sequence[Row]) -> list[int]:
+        """One step of all `rows`, as many as the batch has: the tokens that each gained.
+
+        Order:   propose (each of the draft's replays), verify, commit.
+        Blocks:  the host, as replays do, and until chosen tokens may be read.
+        Capture: no.
+        """
+        target = self._step.target
+        proposals = self._propose(rows)
+        blocks = [block_of(row, proposed, self.block) for row, proposed in zip(rows, proposals, strict=True)]
+        write(target.inputs["tokens"], [block.tokens for block in blocks])
+        write(target.inputs["positions"], [[*range(block.begin, block.begin + self.block)] for block in blocks])
+        self._step.verify()
+        chosen, gaps = choices(target.outputs["logits"])
+        accepted = [accept(row, block, made) for row, block, made in zip(rows, blocks, chosen, strict=True)]
+        counts = [one.num_tokens for one in accepted]
+        if "accepted" in target.inputs:
+            write(target.inputs["accepted"], counts)
+        self._step.commit()
+        if self._proposer is not None:
+            self._proposer.note([block.begin for block in blocks], counts, target.outputs)
+        return [append(*entered) for entered in zip(rows, blocks, accepted, gaps, strict=True)]
+
+    def _propose(self, rows: Sequence[Row]) -> Sequence[Sequence[int]]:
+        """The draft's replays; proposals by row, also for rows that have no place for any."""
+        if self._proposer is None:
+            return [()] * len(rows)
+        for i in range(self._proposer.num_replays):
+            self._proposer.write(i, rows, self._step.draft(i).inputs)
+            self._step.propose(i)
+            self._proposer.read(i, self._step.draft(i).outputs)
+        return self._proposer.proposals(rows)
