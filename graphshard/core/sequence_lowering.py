@@ -135,6 +135,7 @@ class _Lowering:
         self.sources: list[Source] = []
         self.num_events = 0
         self.ends: dict[str, int] = {}  # graph -> event of its latest replay's end
+        self.folded: dict[str, int] = {}  # graph -> event of its latest fold that reads slots
         self.stopped: int | None = None  # event of the host's latest discard
         self.arrived: dict[tuple[str, int, int], int] = {}  # graph, unit, slot -> event of its latest gather
         self.held: dict[tuple[str, int], int] = {}  # graph, unit -> the slot where a fold finds it
@@ -164,9 +165,9 @@ class _Lowering:
         if held:  # whoever left it there has ended
             before = self.record(ORIGIN, self.source(ENTRY_STEP, OUTSIDE_OP, ""))
             self.ends = dict.fromkeys(self.programs, before)
-        for index, item in enumerate(sequence.entry):
-            if isinstance(item, PrefetchLaunch):
-                self.launch(item, self.source(ENTRY_STEP, index, item.graph))
+        for index, state in enumerate(sequence.entry):
+            if isinstance(state, PrefetchLaunch):
+                self.launch(state, self.source(ENTRY_STEP, index, state.graph))
 
     def op(self, step: int, index: int, op: SequenceOp) -> None:
         self.sequence.graph(op.graph)  # raises with the known names
@@ -184,6 +185,8 @@ class _Lowering:
             assert isinstance(op, Fold), op
             reads = tuple((self.unit(op.graph, unit), self.place(op.graph, unit)) for unit in op.units)
             self.ops.append(Compute(0, 0, reads, stream_name(op.graph, op.stream), source))
+            if reads:
+                self.folded[op.graph] = self.record(stream_name(op.graph, op.stream), source)
 
     def owner(self, op: PrefetchLaunch | PrefetchWait) -> str:
         """Whose stream it names: `copy` is the last graph's, the target's."""
@@ -204,8 +207,7 @@ class _Lowering:
     def discard(self, graph: str, source: int) -> None:
         arrived = [key for key in self.arrived if key[0] == graph]
         events = [self.arrived.pop(key) for key in arrived]
-        if graph in self.ends:
-            events.append(self.ends[graph])
+        events += [ended[graph] for ended in (self.ends, self.folded) if graph in ended]
         self.ops += [Wait(event, HOST, source) for event in events]
         for slot in [slot for slot, owner in self.owners.items() if owner == graph]:
             self.copy(graph, self.nothing, slot, HOST, source)

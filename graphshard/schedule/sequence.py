@@ -33,6 +33,7 @@ from graphshard.core.sequence import (
 DRAFT = "draft"
 TARGET = "target"
 PrefetchStream = Literal["prefetch", "copy"]
+Graphs = tuple[SequenceGraph, ...]
 
 
 def emit_sequences(
@@ -84,7 +85,11 @@ class _Steps:
     """The kinds of steps, each from any state of the slots."""
 
     def __init__(
-        self, graphs: tuple[SequenceGraph, ...], num_draft_replays: int, fold: str | None, prefetch_stream: str
+        self,
+        graphs: tuple[SequenceGraph, ...],
+        num_draft_replays: int,
+        fold: str | None,
+        prefetch_stream: PrefetchStream,
     ) -> None:
         self.graphs = graphs
         self.has_draft = len(graphs) > 1
@@ -133,7 +138,9 @@ class _Steps:
 class _Issue:
     """Ops so far, and what they leave in the slots: what the runtime's own table of slots does, on paper."""
 
-    def __init__(self, graphs: tuple[SequenceGraph, ...], entry: tuple[SlotState, ...], prefetch_stream: str) -> None:
+    def __init__(
+        self, graphs: tuple[SequenceGraph, ...], entry: tuple[SlotState, ...], prefetch_stream: PrefetchStream
+    ) -> None:
         self.graphs = graphs
         self.programs = {graph.name: graph.program for graph in graphs}
         self.prefetch_stream = prefetch_stream
@@ -149,7 +156,7 @@ class _Issue:
         for gather in self.programs[graph].prime:
             if gather.slot not in state:
                 # only the draft's gathers are compared on two streams
-                stream = "copy" if graph == DRAFT and self.prefetch_stream == "copy" else "prefetch"
+                stream: PrefetchStream = self.prefetch_stream if graph == DRAFT else "prefetch"
                 launch = PrefetchLaunch(graph, gather.unit, gather.slot, stream)
                 self.ops.append(launch)
                 state[gather.slot] = launch

@@ -146,13 +146,14 @@ class _Judge:
         """`unit 2 of target`."""
         if content.unit == self.made.nothing:
             return "nothing, as it was discarded"
-        graph = next(name for name in reversed(self.made.units) if self.made.units[name] <= content.unit)
-        return f"unit {content.unit - self.made.units[graph]} of {graph}"
+        units = self.made.units
+        graph = [name for name, first in units.items() if first <= content.unit][-1]
+        return f"unit {content.unit - units[graph]} of {graph}"
 
     def hint(self, write: Access, slot: int) -> str:
         """What to do about a write that comes too early."""
         spaces = [graph.slot_space for graph in self.graphs.values()]
-        space = max((name for name, first in self.made.slots.items() if first <= slot), key=self.made.slots.__getitem__)
+        space = [name for name, first in self.made.slots.items() if first <= slot][-1]
         if spaces.count(space) > 1:
             return f"graphs share the slots of {space}: give each graph slots of its own"
         return f"launch it after that replay of {self.source(write).graph}"

@@ -56,6 +56,7 @@ class Host:
         self.streams: dict[str, list[Item]] = {"compute": []}
         self.stops: list[Stop] = []
         self.ends: dict[str, Token] = {}
+        self.folded: dict[str, Token] = {}
         self.arrived: dict[tuple[str, int, int], Token] = {}
         self.places: dict[Unit, int] = {}
         self.slots: dict[Slot, Unit] = {}
@@ -99,7 +100,8 @@ class Host:
         elif isinstance(op, PrefetchDiscard):
             mine = [key for key in self.arrived if key[0] == op.graph]
             after = [self.arrived.pop(key) for key in mine]
-            self.stops.append(Stop(op.graph, after + [end for graph, end in self.ends.items() if graph == op.graph]))
+            ends = [ended[op.graph] for ended in (self.ends, self.folded) if op.graph in ended]
+            self.stops.append(Stop(op.graph, after + ends))
             self.lose(op.graph)
         elif isinstance(op, Replay):
             self.ends[op.graph] = self.put("compute", Item("replay", graph=op.graph))
@@ -110,7 +112,7 @@ class Host:
             assert isinstance(op, Fold)
             units = [(op.graph, unit) for unit in op.units]
             reads = [(self.slot(op.graph, self.places.get(unit, NO_SLOT)), unit) for unit in units]
-            self.put(self.named(op.graph, op.stream), Item("read", slots=reads))
+            self.folded[op.graph] = self.put(self.named(op.graph, op.stream), Item("read", slots=reads))
 
     def lose(self, graph: str) -> None:
         self.places = {unit: slot for unit, slot in self.places.items() if unit[0] != graph}
