@@ -10,6 +10,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # ranks.py and census.py are helpers of the tests alone
 
+import fork_server
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="also run the tests marked slow (`make test-all`)")
@@ -17,6 +19,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    fork_server.install()
     if "s" not in config.option.reportchars:
         config.option.reportchars += "s"  # nothing skips silently
 
