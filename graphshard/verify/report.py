@@ -73,15 +73,20 @@ class Report:
         return not self.violations
 
     @property
+    def noun(self) -> str:
+        """What was looked at."""
+        return "program"
+
+    @property
     def rules(self) -> frozenset[int]:
         """The numbers of the broken rules."""
         return frozenset(violation.rule for violation in self.violations)
 
     def text(self) -> str:
         """The error's text, or one line that says that nothing was found."""
-        subject = f"a program of {count_text(self.num_ops, 'op')}"
+        subject = f"a {self.noun} of {count_text(self.num_ops, 'op')}"
         if self.num_programs > 1:
-            subject = f"{self.num_programs} programs of up to {count_text(self.num_ops, 'op')}"
+            subject = f"{count_text(self.num_programs, self.noun)} of up to {count_text(self.num_ops, 'op')}"
         if not self.violations:
             return f"no violations in {subject}"
         lines = [f"{count_text(len(self.violations), 'violation')} in {subject}"]

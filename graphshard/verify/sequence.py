@@ -13,7 +13,7 @@ from graphshard.core.errors import ProgramError
 from graphshard.core.layout import Layout
 from graphshard.core.sequence import PrefetchLaunch, SequenceGraph, SlotState, StepSequence
 from graphshard.core.specs import ModelSpec
-from graphshard.verify.report import Report, Violation, count_text, merge
+from graphshard.verify.report import Report, Violation, merge
 from graphshard.verify.rules import verify
 from graphshard.verify.sequence_history import sequence_history
 from graphshard.verify.sequence_races import sequence_races
@@ -29,13 +29,16 @@ class SequenceReport(Report):
     apart: tuple[tuple[str, str, str], ...] = ()
     """(first, second, why not): the second does not expect what the first leaves."""
 
+    @property
+    def noun(self) -> str:
+        """What was looked at."""
+        return "sequence"
+
     def text(self) -> str:
         """The error's text; or that nothing was found, and who may follow whom."""
+        lines = [Report.text(self)]
         if self.violations:
-            return Report.text(self).replace(" programs of up to ", " sequences of up to ", 1)
-        lines = [
-            f"no violations in {count_text(self.num_programs, 'sequence')} of up to {count_text(self.num_ops, 'op')}"
-        ]
+            return lines[0]
         for second in dict.fromkeys(name for _, name, *_ in (*self.pairs, *self.apart)):
             before = [first for first, name in self.pairs if name == second]
             lines.append(f"  {second} may follow {', '.join(before) or 'none'}")
@@ -74,7 +77,7 @@ def verify_sequences(
     own = {}
     wanted = frozenset(state for sequence in sequences.values() for state in _wanted(sequence))
     for name, sequence in sequences.items():
-        violations = _own_violations(SequenceFacts(sequence, wanted, layouts or {}, models or {}), num_copies)
+        violations = _own_violations(SequenceFacts(sequence, wanted, models or {}), num_copies)
         own[name] = {violation.key: violation.wrong_bytes for violation in violations}
         found += [replace(violation, where=f" (sequence {name})") for violation in violations]
     pairs, apart = [], []

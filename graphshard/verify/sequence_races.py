@@ -67,10 +67,10 @@ class _Judge:
         assert race.write is not None
         if race.kind == "overwrite":
             text = f"{self.op(race.write)} overwrites {self.what(race.read, race.slot)}, still read by "
-            text += f"{self.op(race.read)}{self.before(race.read, race.write)}; {self.hint(race.write, race.slot)}"
+            text += f"{self.op(race.read)}{self.before(race.read, race.write)}; {self.hint(race.slot)}"
         else:
             text = f"{self.op(race.write)} may run before {self.op(race.read)}{self.before(race.read, race.write)} has "
-            text += f"filled slot {self.slot(race.read, race.slot)}; order the two gathers"
+            text += f"filled slot {self.slot(race.read, race.slot)}; {self.hint(race.slot, 'order the two gathers')}"
         return self.violation(6, race.write, race.read, race.slot, text)
 
     def absent(self, race: Race) -> Violation | None:
@@ -83,9 +83,9 @@ class _Judge:
         if isinstance(self.step_op(source), Fold):
             where = "lies in no slot" if race.slot == NO_SLOT else f"is overwritten by then: the slot holds {found}"
             return self.violation(2, read, read, race.slot, f"{reads}, which {where}; keep its weights resident")
-        if race.lost is not None and race.write is not None and self.is_lost(race.lost, race.write):
+        if race.lost is not None and race.write is not None and self.is_lost(race.lost, race.write, read):
             text = f"{self.op(race.write)} overwrites {self.what(read, race.slot)} before {self.op(read)} has read it"
-            return self.violation(6, race.write, read, race.slot, f"{text}; {self.hint(race.write, race.slot)}")
+            return self.violation(6, race.write, read, race.slot, f"{text}; {self.hint(race.slot)}")
         if self.is_promised(source, read, race.slot):
             text = f"{reads}, expected at entry, but what comes before leaves {found} there"
             return replace(self.violation(9, read, read, race.slot, text), op=None)
@@ -150,13 +150,12 @@ class _Judge:
         graph = [name for name, first in units.items() if first <= content.unit][-1]
         return f"unit {content.unit - units[graph]} of {graph}"
 
-    def hint(self, write: Access, slot: int) -> str:
+    def hint(self, slot: int, otherwise: str = "launch it after that replay") -> str:
         """What to do about a write that comes too early."""
         spaces = [graph.slot_space for graph in self.graphs.values()]
         space = [name for name, first in self.made.slots.items() if first <= slot][-1]
-        if spaces.count(space) > 1:
-            return f"graphs share the slots of {space}: give each graph slots of its own"
-        return f"launch it after that replay of {self.source(write).graph}"
+        is_shared = spaces.count(space) > 1
+        return f"graphs share the slots of {space}: give each graph slots of its own" if is_shared else otherwise
 
     def is_one_replay(self, first: Access, second: Access) -> bool:
         """Whether both are inside the same replay."""
@@ -169,12 +168,13 @@ class _Judge:
         entry = self.graphs[source.graph].program.entry
         return slot != NO_SLOT and entry[self.slot(read, slot)] == self.unit(read)
 
-    def is_lost(self, content: Content, write: Access) -> bool:
-        """Whether no replay brought `content`, none has read it, and `write` overwrites it."""
+    def is_lost(self, content: Content, write: Access, read: Access) -> bool:
+        """Whether `write` overwrites `content` before its one use, or overwrites what another graph relies on."""
         source = self.source(write)
-        is_discard = source.program_op is None and isinstance(self.step_op(source), PrefetchDiscard)
+        if isinstance(self.step_op(source), PrefetchDiscard):
+            return False
         is_outside = content.op == ENTRY_OP or self.made.sources[content.op].program_op is None
-        return is_outside and not content.reads and not is_discard
+        return source.graph != self.source(read).graph or (is_outside and not content.reads)
 
     def step_op(self, source: Source) -> SequenceOp | None:
         """The sequence's op that `source` is; None if it was in flight before."""

@@ -1,4 +1,4 @@
-"""The rules of a sequence itself, R1 R2 R3 R4 R7 R9 R11 R12: one small function each, over its ops in issue order."""
+"""The rules of a sequence itself, R1 R2 R3 R4 R7 R9 R12: one small function each, over its ops in issue order."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from graphshard.core.layout import Layout
 from graphshard.core.sequence import (
     Fold,
     Held,
@@ -29,12 +28,11 @@ Place = tuple[str, int, int]
 
 @dataclass(frozen=True)
 class SequenceFacts:
-    """One sequence, and what is known of the models behind its graphs."""
+    """One sequence, and the models of its graphs, where they are known."""
 
     sequence: StepSequence
     wanted: frozenset[SlotState] = frozenset()
     """What some sequence expects at its entry and replays."""
-    layouts: Mapping[str, Layout] = field(default_factory=dict)
     models: Mapping[str, ModelSpec] = field(default_factory=dict)
 
     @cached_property
@@ -219,26 +217,14 @@ def _place(item: SlotState) -> Place:
     return item.graph, item.unit, item.slot
 
 
-def fold_weights_are_resident(facts: SequenceFacts) -> Iterator[Violation]:
-    """R11: the weights of a fold's segment are resident; checked for graphs with a layout and a model."""
+def folds_exist(facts: SequenceFacts) -> Iterator[Violation]:
+    """R1: a fold is one of its model's, for graphs whose model is known; R11 of its weights is for `verify` to say."""
     for index, op in enumerate(facts.sequence.ops):
-        if not isinstance(op, Fold) or op.graph not in facts.models:
-            continue
-        folds = {fold.name: fold for fold in facts.models[op.graph].folds}
-        if op.segment not in folds:
-            known = ", ".join(folds) or "none"
-            text = f"{facts.op(index)}: the model of {op.graph} has no such fold; known are {known}"
-            yield Violation(1, index, None, None, text)
-            continue
-        layout = facts.layouts.get(op.graph)
-        unit_of = {} if layout is None else {view.weight: unit.unit for unit in layout.units for view in unit.views}
-        for weight in folds[op.segment].reads:
-            if weight in unit_of:
-                text = (
-                    f"{facts.op(index)} reads weight {weight}, which is sharded (unit {unit_of[weight]}) and lies in "
-                )
-                text += "no slot when the fold runs; keep it resident"
-                yield Violation(11, index, unit_of[weight], None, text)
+        if isinstance(op, Fold) and op.graph in facts.models:
+            known = [fold.name for fold in facts.models[op.graph].folds]
+            if op.segment not in known:
+                text = f"{facts.op(index)}: the model of {op.graph} has no such fold; known are "
+                yield Violation(1, index, None, None, text + (", ".join(known) or "none"))
 
 
 def prefetched_is_used(facts: SequenceFacts) -> Iterator[Violation]:
@@ -270,6 +256,7 @@ def _is_discard(sequence: StepSequence, index: int | None) -> bool:
 
 SEQUENCE_RULES = (
     graphs_run_on_compute,
+    folds_exist,
     entries_are_there,
     gathered_once,
     folds_read_no_slot,
@@ -277,7 +264,6 @@ SEQUENCE_RULES = (
     one_wait,
     spaces_are_apart,
     exit_is_true,
-    fold_weights_are_resident,
     prefetched_is_used,
 )
 """One small function each; all take `graphs_exist` for granted."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from verify_cases import DEVICE, model_of, program_of
 
@@ -13,6 +13,7 @@ from graphshard.core.sequence import (
     PrefetchDiscard,
     PrefetchLaunch,
     PrefetchWait,
+    Replay,
     SequenceGraph,
     SequenceOp,
     StepSequence,
@@ -60,31 +61,52 @@ def sharing(sequences: Sequences) -> Sequences:
     return with_graphs(sequences, *(replace(graph, space="shared") for graph in graphs))
 
 
-def op_mutants(sequence: StepSequence) -> Iterator[tuple[SequenceOp, ...]]:
+@dataclass(frozen=True)
+class SequenceMutant:
+    """Changed ops. `rules` name its harm; with `by_definition` it is a fault whatever it does to bytes."""
+
+    kind: str
+    ops: tuple[SequenceOp, ...]
+    rules: frozenset[int]
+    by_definition: bool = False
+
+
+def op_mutants(sequence: StepSequence) -> Iterator[SequenceMutant]:
     """Every change of one op of `sequence`: gone, twice, elsewhere, or with another field."""
     ops = sequence.ops
     for index, op in enumerate(ops):
-        rest = ops[:index] + ops[index + 1 :]
-        yield rest
-        yield ops[: index + 1] + ops[index:]
+        verb, rest = str(op).split()[0], ops[:index] + ops[index + 1 :]
+        # without a gather the replay misses its unit, here (R2) or in the next sequence (R9)
+        lacking = {3} if isinstance(op, PrefetchWait) else {2, 9}
+        yield SequenceMutant(f"drop {verb}", rest, frozenset(lacking), isinstance(op, PrefetchLaunch | PrefetchWait))
+        again = {PrefetchWait: {4}, PrefetchLaunch: {2}, Replay: {2}}.get(type(op), set())
+        is_fault = isinstance(op, PrefetchWait | PrefetchLaunch)
+        yield SequenceMutant(f"{verb} twice", ops[: index + 1] + ops[index:], frozenset(again), is_fault)
         for to in range(len(rest) + 1):
             if to != index:
-                yield rest[:to] + (op,) + rest[to:]
-        for other in _other_fields(op, sequence):
-            yield ops[:index] + (other,) + ops[index + 1 :]
+                yield SequenceMutant(f"move {verb}", rest[:to] + (op,) + rest[to:], frozenset({2, 3, 6, 9}))
+        for kind, other, rules, is_fault in _other_fields(op, sequence):
+            yield SequenceMutant(kind, ops[:index] + (other,) + ops[index + 1 :], frozenset(rules), is_fault)
 
 
-def _other_fields(op: SequenceOp, sequence: StepSequence) -> Iterator[SequenceOp]:
+def _other_fields(op: SequenceOp, sequence: StepSequence) -> Iterator[tuple[str, SequenceOp, set[int], bool]]:
     program = sequence.graph(op.graph).program
     if isinstance(op, PrefetchLaunch | PrefetchWait):
+        verb = "gather" if isinstance(op, PrefetchLaunch) else "wait for"
         for stream in ("compute", "copy", "prefetch"):
-            yield replace(op, stream=stream)
-        yield from (replace(op, unit=unit) for unit in range(program.num_units) if unit != op.unit)
-        yield from (replace(op, slot=slot) for slot in range(program.num_slots) if slot != op.slot)
+            if stream != op.stream:
+                yield f"{verb} on {stream}", replace(op, stream=stream), {3, 9}, False
+        for unit in range(program.num_units):
+            if unit != op.unit:
+                yield f"{verb} another unit", replace(op, unit=unit), {2, 3, 9}, True
+        for slot in range(program.num_slots):
+            if slot != op.slot:
+                yield f"{verb} another slot", replace(op, slot=slot), {2, 3, 6, 9}, True
         for graph in sequence.graphs:
             if graph.name != op.graph and op.unit < graph.program.num_units and op.slot < graph.program.num_slots:
-                yield replace(op, graph=graph.name)
+                yield f"{verb} another graph", replace(op, graph=graph.name), {2, 3, 6, 9}, True
     elif isinstance(op, Fold):
-        yield from (replace(op, units=(unit,)) for unit in range(program.num_units))
+        for unit in range(program.num_units):
+            yield "fold names a unit", replace(op, units=(unit,)), {2}, True
     for graph in sequence.graphs:
-        yield PrefetchDiscard(graph.name)
+        yield "discard instead", PrefetchDiscard(graph.name), {2, 3, 9}, False

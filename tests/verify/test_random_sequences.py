@@ -33,7 +33,7 @@ def mutated(rng: random.Random, sequence: StepSequence) -> StepSequence:
     for _ in range(rng.choice((0, 1, 1, 1, 2, 3))):
         mutants = list(op_mutants(sequence))
         if mutants:
-            sequence = replace(sequence, ops=rng.choice(mutants))
+            sequence = replace(sequence, ops=rng.choice(mutants).ops)
     if sequence.entry and rng.random() < 0.2:
         state = rng.choice(sequence.entry)
         other = (Held if isinstance(state, PrefetchLaunch) else PrefetchLaunch)(state.graph, state.unit, state.slot)
