@@ -15,7 +15,7 @@ value again, so the cache is right; its own logits are to be ignored.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -39,7 +39,7 @@ class Llama:
         max_batch_size: int,
         cache_length: int = DEFAULT_CACHE_LENGTH,
         *,
-        taps: tuple[int, ...] = (),
+        taps: Sequence[int] = (),
     ) -> None:
         """Caches are `[max_batch_size, kv heads, cache_length, head_dim]`, two a layer.
 
@@ -59,7 +59,7 @@ class Llama:
         self.config = config
         self.max_batch_size = max_batch_size
         self.cache_length = cache_length
-        self.taps = taps
+        self.taps = tuple(taps)
         self._weights: dict[str, WeightSpec] = {}
         self._segments = (
             self._embed(),

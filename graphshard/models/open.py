@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from graphshard.core.errors import SpecError
 from graphshard.load.checkpoint import Checkpoint
 from graphshard.load.recipe import Recipe
 from graphshard.models.config import DEFAULT_CACHE_LENGTH, MODEL_TYPES, LlamaConfig, llama_config
@@ -56,7 +55,7 @@ def open_model(
     """The model in `folder`; of its checkpoint only the names are read, and those of a Kimi K3 alone.
 
     `ring`: tokens of a step that may be taken back, see `KimiK3`. A Llama's caches take back any number as they are: it
-    has neither ring nor fold, whatever is asked for. `taps` are for a Kimi K3 only.
+    has neither ring nor fold, whatever is asked for. `taps`: layers after which the residual stream is an output.
 
     Raises:
         SpecError: the config is missing, malformed or not supported; `cache_length`, `ring` or `taps` do not fit it.
@@ -66,9 +65,7 @@ def open_model(
     if isinstance(config, LlamaConfig):
         from graphshard.models.llama import Llama  # imports torch
 
-        if taps:
-            raise SpecError(f"taps {list(taps)} are layers of a kimi_k3, and {folder} is a llama: leave them out")
-        llama = Llama(config, max_batch_size, cache_length)
+        llama = Llama(config, max_batch_size, cache_length, taps=taps)
         return OpenedModel(llama, {}, llama.redundant_tensors)
     from graphshard.models.kimi_k3.model import KimiK3  # imports torch
     from graphshard.models.kimi_k3.recipes import kimi_k3_recipes

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from graphshard.core.errors import SpecError
 from graphshard.core.specs import BufferSpec, StepShape
 from graphshard.runtime.model import StepState
 
 
-def check_taps(model: str, taps: tuple[int, ...], num_layers: int) -> None:
+def check_taps(model: str, taps: Sequence[int], num_layers: int) -> None:
     """SpecError if one of `taps` is no layer of `model`, or is named twice."""
     wrong = [layer for layer in taps if not 0 <= layer < num_layers]
     if wrong or len(set(taps)) != len(taps):
-        raise SpecError(f"{model}: taps {taps} are not layers from 0 to {num_layers - 1}, each once")
+        raise SpecError(f"{model}: taps {list(taps)} are not layers from 0 to {num_layers - 1}, each once")
 
 
 def taps_buffer(taps: tuple[int, ...], shape: StepShape, hidden_size: int, dtype: str) -> tuple[BufferSpec, ...]:

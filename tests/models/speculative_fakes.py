@@ -11,6 +11,7 @@ from torch import Tensor
 from graphshard.core.specs import StepShape
 from graphshard.models.module import new_buffers
 from graphshard.models.speculative.acceptance import Row
+from graphshard.models.speculative.proposers import BlockProposer
 from graphshard.runtime.model import SegmentedModel, StepState, folds_of
 
 
@@ -116,3 +117,23 @@ class Oracle:
 
     def note(self, begins: Sequence[int], counts: Sequence[int], outputs: Mapping[str, Tensor]) -> None:
         """It knows the text."""
+
+
+class Watched(BlockProposer):
+    """Proposes what an oracle says, so that texts grow by 1 to `block` tokens; keeps what the draft itself proposed."""
+
+    def __init__(self, oracle: Oracle, mask_token: int) -> None:
+        super().__init__(oracle.batch_size, oracle.block, mask_token)
+        self.oracle = oracle
+        self.seen: list[list[tuple[list[int], int, list[float]]]] = []
+        """By step and row: the text, how much of it is committed, and the draft's logits."""
+
+    def read(self, i: int, outputs: Mapping[str, Tensor]) -> None:
+        super().read(i, outputs)
+        self.logits = outputs["logits"].clone()
+
+    def proposals(self, rows: Sequence[Row]) -> Sequence[Sequence[int]]:
+        own = super().proposals(rows)
+        assert torch.equal(torch.tensor(own), self.logits[:, 1:].argmax(-1))
+        self.seen.append([(list(r.tokens), r.committed, x) for r, x in zip(rows, self.logits, strict=True)])
+        return self.oracle.proposals(rows)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 from dflash_reference import SMALL, reference_logits
 from executor import Executor
-from speculative_fakes import Oracle, PlainStep, plain_graphs
+from speculative_fakes import Oracle, PlainStep, Watched, plain_graphs
 from torch import Tensor
 
 from graphshard.core.errors import SpecError
@@ -17,7 +16,6 @@ from graphshard.core.specs import StepShape
 from graphshard.models.config import LlamaConfig
 from graphshard.models.dflash.folder import random_dflash
 from graphshard.models.llama import Llama, random_llama
-from graphshard.models.speculative.acceptance import Row
 from graphshard.models.speculative.decoder import SpeculativeDecoder
 from graphshard.models.speculative.proposers import BlockProposer, TokenProposer
 from graphshard.models.speculative.truncated import TruncatedLlama
@@ -35,26 +33,6 @@ def _reference() -> list[list[int]]:
     return SpeculativeDecoder(step, num_positions=LENGTH).decode(PROMPTS, NUM_TOKENS).tokens
 
 
-class _Watched(BlockProposer):
-    """Proposes what an oracle says, so that texts grow by 1 to `block` tokens; keeps what the draft itself proposed."""
-
-    def __init__(self, oracle: Oracle, mask_token: int) -> None:
-        super().__init__(oracle.batch_size, oracle.block, mask_token)
-        self.oracle = oracle
-        self.seen: list[list[tuple[list[int], int, list[float]]]] = []
-        """By step and row: the text, how much of it is committed, and the draft's logits."""
-
-    def read(self, i: int, outputs: Mapping[str, Tensor]) -> None:
-        super().read(i, outputs)
-        self.logits = outputs["logits"].clone()
-
-    def proposals(self, rows: Sequence[Row]) -> Sequence[Sequence[int]]:
-        own = super().proposals(rows)
-        assert torch.equal(torch.tensor(own), self.logits[:, 1:].argmax(-1))
-        self.seen.append([(list(r.tokens), r.committed, x) for r, x in zip(rows, self.logits, strict=True)])
-        return self.oracle.proposals(rows)
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_a_block_draft_has_seen_every_committed_token_and_nothing_else(seed: int) -> None:
     """In each step its logits are those of the formulas, given the taps of one plain pass over the text."""
@@ -62,7 +40,7 @@ def test_a_block_draft_has_seen_every_committed_token_and_nothing_else(seed: int
     target = Llama(TARGET, 3, LENGTH, taps=SMALL.taps)
     weights = WEIGHTS | own
     texts = [prompt + made for prompt, made in zip(PROMPTS, _reference(), strict=True)]
-    proposer = _Watched(Oracle(3, BLOCK, texts, TARGET.vocab_size, seed), SMALL.mask_token)
+    proposer = Watched(Oracle(3, BLOCK, texts, TARGET.vocab_size, seed), SMALL.mask_token)
     step = PlainStep(plain_graphs(target, WEIGHTS, [(3, BLOCK)])[0], plain_graphs(model, weights, proposer.shapes))
     made = SpeculativeDecoder(step, proposer, num_positions=LENGTH).decode(PROMPTS, NUM_TOKENS)
     assert made.tokens == _reference()

@@ -67,8 +67,7 @@ class SpeculativeDecoder:
         Raises:
             SpecError: see `rows_for`.
         """
-        vocab_size = self._step.target.outputs["logits"].shape[-1]
-        rows = rows_for(prompts, num_tokens, self.batch_size, vocab_size, self.num_positions, self.block)
+        rows = self.rows(prompts, num_tokens)
         self.begin()
         num_steps = 0
         gained: list[list[int]] = [[] for _ in prompts]
@@ -84,6 +83,15 @@ class SpeculativeDecoder:
                         on_token(i, token)
         used = rows[: len(prompts)]
         return Decoded([row.generated for row in used], [row.gaps for row in used], num_steps, gained)
+
+    def rows(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[Row]:
+        """Rows for `prompts`, as many as the batch has.
+
+        Raises:
+            SpecError: see `rows_for`.
+        """
+        vocab_size = self._step.target.outputs["logits"].shape[-1]
+        return rows_for(prompts, num_tokens, self.batch_size, vocab_size, self.num_positions, self.block)
 
     def begin(self) -> None:
         """Rows that come next have nothing to do with those before."""

@@ -7,15 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from graphshard.core.errors import SpecError
-from graphshard.load.checkpoint import Checkpoint
 from graphshard.models.config import DEFAULT_CACHE_LENGTH, LlamaConfig, llama_config
 from graphshard.models.dflash.config import DFlashConfig, dflash_config, is_dflash
 from graphshard.models.dflash.model import EMBEDDING, HEAD, DFlash
 from graphshard.models.kimi_k3.config import KimiK3ModelConfig
-from graphshard.models.kimi_k3.model import KimiK3
-from graphshard.models.kimi_k3.recipes import kimi_k3_recipes
 from graphshard.models.llama import Llama
-from graphshard.models.open import OpenedModel, load_config
+from graphshard.models.open import OpenedModel, load_config, open_model
 from graphshard.models.specs.config_file import read_config_file
 from graphshard.models.speculative.proposers import BlockProposer, TokenProposer, check_block
 from graphshard.models.speculative.truncated import TruncatedLlama
@@ -74,7 +71,7 @@ def open_pair(
     file, sizes = read_config_file(Path(draft)), (max_batch_size, cache_length)
     if is_dflash(file):
         block_config = _fitting(dflash_config(file), config, file.where, block)
-        target = open_target(folder, config, *sizes, block_config.block, block_config.taps)
+        target = open_model(folder, *sizes, ring=block_config.block, taps=block_config.taps)
         opened = OpenedModel(DFlash(block_config, *sizes), {}, (EMBEDDING, HEAD))
         return OpenedPair(target, opened, Path(draft), block_config.block, _block_proposer(block_config))
     one = llama_config(file.values, file.where)
@@ -84,28 +81,8 @@ def open_pair(
             "give a draft with the target's tokenizer"
         )
     llama, block = Llama(one, *sizes), block or DEFAULT_BLOCK
-    target = open_target(folder, config, *sizes, block)
+    target = open_model(folder, *sizes, ring=block)
     return OpenedPair(target, OpenedModel(llama, {}, llama.redundant_tensors), Path(draft), block, _by_tokens(block))
-
-
-def open_target(
-    folder: Path,
-    config: TargetConfig,
-    max_batch_size: int,
-    cache_length: int,
-    block: int,
-    taps: tuple[int, ...] = (),
-) -> OpenedModel:
-    """The model in `folder` as a target: rejected tokens of a block leave nothing behind, `taps` are outputs.
-
-    Raises:
-        SpecError, LoadError: as `open_pair`.
-    """
-    if isinstance(config, LlamaConfig):
-        llama = Llama(config, max_batch_size, cache_length, taps=taps)
-        return OpenedModel(llama, {}, llama.redundant_tensors)
-    model = KimiK3(config, max_batch_size, cache_length, ring=block, taps=taps)
-    return OpenedModel(model, kimi_k3_recipes(model, Checkpoint(folder).entries), ())
 
 
 def _open_truncated(
@@ -114,7 +91,7 @@ def _open_truncated(
     if not isinstance(config, LlamaConfig):
         raise SpecError(f"{folder}: only a llama's first layers are a draft; give a draft's folder")
     draft = TruncatedLlama(config, num_layers, max_batch_size, cache_length)
-    target = open_target(folder, config, max_batch_size, cache_length, block)
+    target = open_model(folder, max_batch_size, cache_length)
     return OpenedPair(target, OpenedModel(draft, {}, draft.redundant_tensors), folder, block, _by_tokens(block))
 
 
