@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from graphshard.comm.group import LONGEST_TIMEOUT_S, Group
-from graphshard.core.errors import SpecError
+from graphshard.core.errors import LoadError, SpecError
 from graphshard.core.layout import build_layout
 from graphshard.core.plan import Plan
 from graphshard.core.specs import ModelSpec, StepShape
@@ -50,6 +50,7 @@ def compile_request(model: ModelSpec, group: Group, agreed: Agreed, request: Pla
     Raises:
         SpecError: an unknown plan or option, or choices beside a finished plan.
         ProgramError: the verifier found a race.
+        LoadError: shard files have what stays whole in chunks.
     """
     plan, choices = request.plan, dict(request.choices or {})
     if isinstance(plan, Plan):
@@ -66,10 +67,21 @@ def compile_request(model: ModelSpec, group: Group, agreed: Agreed, request: Pla
         made = auto_plan(model, group.world_size, device, figures, shapes, choices, request.defaults)
         saved = request.saved
         if saved is not None and not _PLACING & set(choices) and not saved.has_layout(build_layout(model, made)):
+            _refuse_saved(model, saved)
             as_saved = {"placed": saved.units, "alignment_bytes": saved.alignment_bytes}
             made = auto_plan(model, group.world_size, device, figures, shapes, choices | as_saved)
             made = replace(made, reasons=("units placed: as the shard files have them", *made.reasons))
     return compile_plan(model, made)
+
+
+def _refuse_saved(model: ModelSpec, saved: ShardManifest) -> None:
+    """LoadError if shard files have a weight in chunks that no plan may shard."""
+    name = next((name for unit in saved.units for name in unit.weights if name in model.why_whole), None)
+    if name is not None:
+        raise LoadError(
+            f"the shard files of {saved.model} have the weight {name} in chunks, and it stays whole here: it is "
+            f"{model.why_whole[name]}; load the checkpoint and save the shards again"
+        )
 
 
 def limits_of(timeout_s: float, hooks: Hooks | None, progress: bool) -> dict[str, Any]:

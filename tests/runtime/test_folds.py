@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +12,10 @@ from fault_tools import InThread, Latch, until
 from fold_model import FoldModel
 from ranks import run_on_ranks
 
+import graphshard
 from graphshard._core import Stream
 from graphshard.comm.group import Group, LocalGroup
-from graphshard.core.errors import CommError, DeviceError, ProgramError, SpecError
+from graphshard.core.errors import CommError, DeviceError, LoadError, ProgramError, SpecError
 from graphshard.core.specs import ModelSpec, StepShape
 from graphshard.device import open_device
 from graphshard.runtime.bind import Hooks
@@ -126,6 +128,29 @@ def test_a_fold_posts_nothing_to_peers(transport: str) -> None:
         fold(runtime, [1])
         fold(runtime, [1], "eager")
         assert runtime._alignment.number == before
+
+
+def discard_on_one(group: Group, transport: str) -> list[Any]:
+    """Rank 0 discards its prefetch, the others go on with theirs: what the next step says, and how it ends."""
+    model = FoldModel()
+    with compiled(group, model, transport=transport, timeout_s=10.0) as runtime:
+        runtime.prefetch(1)
+        if group.rank == 0:
+            runtime.discard_prefetch()
+        group.barrier("one has discarded")
+        try:
+            wrong = wrong_after(runtime, model, runtime.graph(1).replay)
+            return [wrong, ""]
+        except CommError as error:
+            return [[], str(error)]
+        finally:
+            group.barrier("all were told")
+
+
+def test_under_nccl_a_prefetch_that_one_rank_alone_discards_is_everybody_s_error() -> None:
+    for wrong, error in run_on_ranks(discard_on_one, 2, "nccl"):
+        assert wrong == [] and "ranks issue different gathers" in error
+    assert run_on_ranks(discard_on_one, 2, "pull") == [[[], ""]] * 2
 
 
 def test_a_prefetch_that_does_not_end_is_discarded_in_bounded_time() -> None:
@@ -298,6 +323,18 @@ def test_the_fold_s_list_is_a_program_that_gathers_nothing() -> None:
         "   0  gemm layer=- segment=commit_fold units=- stream=compute begin=4 end=5",
         "   1  record_outputs stream=compute",
     ]
+
+
+def test_shard_files_of_a_plan_that_sharded_it_are_refused_by_name(tmp_path: Path) -> None:
+    plain, model = FoldModel(), FoldModel()
+    plain.folds = ()
+    with alone(plain) as runtime:
+        runtime.save_shards(tmp_path)
+    group = LocalGroup(1)[0]
+    with pytest.raises(LoadError, match=r"have the weight folds\.0\.f_b in chunks, and it stays whole here: it is"):
+        graphshard.compile(model, group, checkpoint=tmp_path)
+    with pytest.raises(SpecError, match=r"shards the weight folds\.0\.f_b, which stays whole"):
+        graphshard.compile(model, group, checkpoint=tmp_path, plan=runtime.plan)
 
 
 def test_an_update_reaches_what_the_fold_reads() -> None:
