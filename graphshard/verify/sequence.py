@@ -1,22 +1,23 @@
 """`verify_sequences`: what the host issues around several graphs, proved before any of them runs.
 
 Each graph's program is verified by itself, each sequence by its rules, and every ordered pair of sequences that may
-follow each other as one list: both lowered, with every graph's list in it (see `core.sequence_lowering`).
+follow each other as one list: both lowered, with a list of every graph in it (see `core.sequence_lowering`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from graphshard.core.errors import ProgramError
 from graphshard.core.layout import Layout
-from graphshard.core.sequence import PrefetchLaunch, SequenceGraph, SlotState, StepSequence
+from graphshard.core.lowering import Lowered, lower
+from graphshard.core.sequence import PrefetchLaunch, SlotState, StepSequence
 from graphshard.core.specs import ModelSpec
 from graphshard.verify.report import Report, Violation, merge
 from graphshard.verify.rules import verify
 from graphshard.verify.sequence_history import sequence_history
-from graphshard.verify.sequence_races import sequence_races
+from graphshard.verify.sequence_races import sequence_races, short_list
 from graphshard.verify.sequence_rules import SEQUENCE_RULES, SequenceFacts, graphs_exist
 
 
@@ -73,11 +74,11 @@ def verify_sequences(
     """
     asked = None if follows is None else tuple(follows)
     _check_names(sequences, asked)
-    found = _graph_violations(sequences, num_copies, layouts or {}, models or {})
+    found, lists = _judge_graphs(sequences, num_copies, layouts or {}, models or {})
     own = {}
     wanted = frozenset(state for sequence in sequences.values() for state in _wanted(sequence))
     for name, sequence in sequences.items():
-        violations = _own_violations(SequenceFacts(sequence, wanted, models or {}), num_copies)
+        violations = _own_violations(SequenceFacts(sequence, wanted, models or {}), num_copies, lists)
         own[name] = {violation.key: violation.wrong_bytes for violation in violations}
         found += [replace(violation, where=f" (sequence {name})") for violation in violations]
     pairs, apart = [], []
@@ -91,7 +92,7 @@ def verify_sequences(
         else:
             pairs.append((first, second))
         if not why or asked is not None:
-            violations = merge([*_mismatches(before, after), *sequence_races((before, after), num_copies)])
+            violations = merge([*_mismatches(before, after), *sequence_races((before, after), num_copies, lists)])
             said = (own[first], own[second])
             fresh = [v for v in violations if v.wrong_bytes > said[v.step].get(v.key, -1)]
             found += [replace(violation, where=f" (sequence {second} after {first})") for violation in fresh]
@@ -100,12 +101,12 @@ def verify_sequences(
     return SequenceReport(tuple(found), num_ops, len(sequences), tuple(pairs), tuple(apart))
 
 
-def _own_violations(facts: SequenceFacts, num_copies: int) -> tuple[Violation, ...]:
+def _own_violations(facts: SequenceFacts, num_copies: int, lists: Mapping[str, Lowered]) -> tuple[Violation, ...]:
     """What a sequence breaks by itself."""
     if not _is_readable(facts.sequence):
         return merge(list(graphs_exist(facts)))
     violations = [violation for rule in SEQUENCE_RULES for violation in rule(facts)]
-    return merge([*violations, *sequence_races((facts.sequence,), num_copies)])
+    return merge([*violations, *sequence_races((facts.sequence,), num_copies, lists)])
 
 
 def _is_readable(sequence: StepSequence) -> bool:
@@ -163,19 +164,21 @@ def _all_pairs(sequences: Mapping[str, StepSequence]) -> list[tuple[str, str]]:
     return [(first, second) for second in sequences for first in sequences]
 
 
-def _graph_violations(
+def _judge_graphs(
     sequences: Mapping[str, StepSequence],
     num_copies: int,
     layouts: Mapping[str, Layout],
     models: Mapping[str, ModelSpec],
-) -> list[Violation]:
-    """What `verify` says of each graph's program."""
-    graphs: Sequence[SequenceGraph] = next(iter(sequences.values())).graphs if sequences else ()
+) -> tuple[list[Violation], dict[str, Lowered]]:
+    """What `verify` says of each graph's program, and the lists with which those without a fault are judged further."""
     found: list[Violation] = []
-    for graph in graphs:
-        report = verify(graph.program, layouts.get(graph.name), model=models.get(graph.name), num_copies=num_copies)
-        found += [replace(violation, where=f" (inside graph {graph.name})") for violation in report.violations]
-    return found
+    lists: dict[str, Lowered] = {}
+    for graph in next(iter(sequences.values())).graphs if sequences else ():
+        program, name = graph.program, graph.name
+        report = verify(program, layouts.get(name), model=models.get(name), num_copies=num_copies)
+        found += [replace(violation, where=f" (inside graph {name})") for violation in report.violations]
+        lists[name] = short_list(program, num_copies) if report.is_good else lower(program, num_copies)
+    return found, lists
 
 
 def _check_names(sequences: Mapping[str, StepSequence], follows: Iterable[tuple[str, str]] | None) -> None:

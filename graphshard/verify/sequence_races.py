@@ -1,18 +1,25 @@
 """R2 R3 R6 R9 where sequences issued in turn are shown to read wrong bytes: their one lowered list, and its races.
 
-Streams of a replay are told apart by replay: what orders two of them is the graph's own fork and join, not that a
-captured graph would use one stream twice. What goes wrong inside one replay is for `verify` to say.
+What goes wrong inside one replay is for `verify` to say. Streams of a replay are told apart by replay: what orders two
+of them is the graph's own fork and join, not that a captured graph would use one stream twice.
+
+# Note [short lists]
+Nothing outside is ordered against a part of a replay: it is before the fork, after the join, or beside all of it. So
+where `verify` finds no fault in a program, all that others can see of its list is, for each slot, what it finds there,
+that it overwrites it, that it reads what it put there, and what it leaves. `short_list` is that, on compute alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from graphshard.core.lowering import NO_SLOT, ORIGIN, Lowered
+from graphshard.core.lowering import NO_SLOT, ORIGIN, Compute, CopyRun, Lowered, LoweredOp
+from graphshard.core.program import Program
 from graphshard.core.sequence import Fold, PrefetchDiscard, PrefetchLaunch, Replay, SequenceOp, StepSequence
 from graphshard.core.sequence_lowering import ENTRY_STEP, LoweredSequence, Source, lower_sequences
+from graphshard.verify.history import Stay, history_of
 from graphshard.verify.order import Order
 from graphshard.verify.races import ENTRY_OP, Access, Content, Race, find_races
 from graphshard.verify.report import Violation, op_text
@@ -20,13 +27,37 @@ from graphshard.verify.sequence_history import SequenceHistory, is_waited, seque
 from graphshard.verify.sequence_rules import sequence_op_text
 
 
-def sequence_races(sequences: Sequence[StepSequence], num_copies: int) -> Iterator[Violation]:
-    """What can go wrong on a slot when `sequences` are issued one after another; a violation's `step` is its place."""
-    judge = _Judge(sequences, num_copies)
+def sequence_races(
+    sequences: Sequence[StepSequence], num_copies: int, lists: Mapping[str, Lowered] | None = None
+) -> Iterator[Violation]:
+    """What can go wrong on a slot when `sequences` are issued one after another; a violation's `step` is its place.
+
+    `lists` are the graphs' own; where there is none it is the program's, lowered.
+    """
+    judge = _Judge(sequences, num_copies, lists)
     for race in judge.races:
         violation = judge.violation_of(race)
         if violation is not None:
             yield violation
+
+
+def short_list(program: Program, num_copies: int) -> Lowered:
+    """What others can see of `program`'s list, if it has no fault: see Note [short lists]."""
+    stays: dict[int, list[Stay]] = {}
+    for stay in history_of(program).stays:
+        stays.setdefault(stay.slot, []).append(stay)
+    ops: list[LoweredOp] = []
+    for slot, all_of_slot in stays.items():
+        first_read = next((stay for stay in all_of_slot if stay.reads and stay.launch is not None), None)
+        ends = (all_of_slot[0], all_of_slot[-1])
+        for stay in all_of_slot:
+            if stay is not first_read and stay not in ends:
+                continue
+            if stay.launch is not None:
+                ops.append(CopyRun(stay.unit, slot, 0, num_copies, ORIGIN, stay.launch))
+            if stay.reads:
+                ops.append(Compute(0, 0, ((stay.unit, slot),), ORIGIN, stay.reads[0]))
+    return Lowered(tuple(ops), (ORIGIN,), 0, 0)
 
 
 def split_streams(made: LoweredSequence) -> Lowered:
@@ -42,10 +73,10 @@ def split_streams(made: LoweredSequence) -> Lowered:
 class _Judge:
     """Sequences as one list, its races, and the names of what they touch."""
 
-    def __init__(self, sequences: Sequence[StepSequence], num_copies: int) -> None:
+    def __init__(self, sequences: Sequence[StepSequence], num_copies: int, lists: Mapping[str, Lowered] | None) -> None:
         self.sequences = sequences
         self.graphs = {graph.name: graph for graph in sequences[0].graphs}
-        self.made = lower_sequences(sequences, num_copies)
+        self.made = lower_sequences(sequences, num_copies, lists)
         lowered = split_streams(self.made)
         self.races = find_races((lowered,), Order((lowered,)), self.made.entry, {}, num_copies)
 
