@@ -37,7 +37,8 @@ from graphshard.models.kimi_k3.declare import Declarations, Work, normalise
 from graphshard.models.kimi_k3.kda import declare_kda
 from graphshard.models.kimi_k3.mla import declare_mla
 from graphshard.models.kimi_k3.moe import declare_dense, declare_moe
-from graphshard.models.kimi_k3.ring import Ring
+from graphshard.models.kimi_k3.ring import Ring, check_ring
+from graphshard.models.taps import check_taps, tapped, taps_buffer
 from graphshard.runtime.model import Segment, StepState
 
 
@@ -72,7 +73,8 @@ class KimiK3:
             )
         if max_batch_size < 1:
             raise SpecError(f"kimi_k3: max_batch_size is {max_batch_size}, must be at least 1")
-        _check_ring_and_taps(config.sizes.num_layers, ring, compact_ring, taps)
+        check_taps("kimi_k3", taps, config.sizes.num_layers)
+        check_ring(ring, compact_ring)
         self.config = config
         self.max_batch_size = max_batch_size
         self.cache_length = cache_length
@@ -128,13 +130,12 @@ class KimiK3:
             return BufferSpec(name, (batch, t, width) if width else (batch, t), dtype, role)
 
         s, dtype = self.config.sizes, self.config.dtype
-        taps = [tokens("taps", "output", width=len(self.taps) * s.hidden, dtype=dtype)] if self.taps else []
         return (
             tokens("tokens", "input"),
             tokens("positions", "input"),
             *(() if self._ring is None else self._ring.inputs(shape)),
             tokens("logits", "output", width=s.vocab, dtype=dtype),
-            *taps,
+            *taps_buffer(self.taps, shape, s.hidden, dtype),
             tokens("mask", "activation", width=self.cache_length, dtype="float32"),
             *self._declared.buffers(shape),
         )
@@ -150,8 +151,8 @@ class KimiK3:
             self._ring = Ring(d, ring, self.max_batch_size, is_compact=compact_ring)
         for layer in range(s.num_layers):
             self._declare_layer(layer)
-            if layer in self.taps:
-                d.then(self._tap(self.taps.index(layer)))
+            last = d.segments.pop()
+            d.segments.append(Segment(last.spec, tapped(layer, self.taps, last.run)))
         d.at(None, "model")
         norm = d.small("norm.weight", (s.hidden,), "")
         d.at(None, "")
@@ -188,15 +189,6 @@ class KimiK3:
 
         return run
 
-    def _tap(self, place: int) -> Work:
-        width = self.config.sizes.hidden
-
-        def run(state: StepState) -> None:
-            taps, hidden = state.buffer("taps"), state.buffer("hidden")
-            taps.view(len(hidden), -1)[:, place * width : (place + 1) * width].copy_(hidden)
-
-        return run
-
     def _head(self, norm: str) -> Work:
         work, weight = normalise(norm, self.config.norm_eps), "lm_head.weight"
 
@@ -206,15 +198,3 @@ class KimiK3:
             torch.mm(normed, state.weight(weight).t(), out=state.buffer("logits").view(len(normed), -1))
 
         return run
-
-
-def _check_ring_and_taps(num_layers: int, ring: int, compact_ring: bool, taps: Sequence[int]) -> None:
-    if ring < 0 or (compact_ring and not ring):
-        raise SpecError(
-            f"kimi_k3: ring is {ring}, with compact_ring={compact_ring}: a ring is as long as the longest step that "
-            "may be taken back, at least 1 token; 0 is none, and cannot be compact"
-        )
-    if len(set(taps)) != len(taps) or not all(0 <= layer < num_layers for layer in taps):
-        raise SpecError(
-            f"kimi_k3: taps {list(taps)} are not different layers of this model, which has layers 0 to {num_layers - 1}"
-        )

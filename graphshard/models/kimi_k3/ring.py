@@ -25,6 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from graphshard.core.errors import SpecError
 from graphshard.core.specs import BufferSpec, SegmentSpec, StepShape
 from graphshard.models.kimi_k3.declare import Declarations
 from graphshard.models.kimi_k3.kda import KdaLayer, begins_anew, convolve, delta_of, low_rank_decay, set_decay
@@ -117,6 +118,15 @@ class Ring:
                 torch.mm(low_rank, state.weight(layer.f_b).t(), out=state.buffer("kda_f"))
             _apply(state, layer, positions, is_changed)
         kept.fill_(-1)
+
+
+def check_ring(length: int, is_compact: bool) -> None:
+    """SpecError unless there is such a ring; length 0 is none."""
+    if length < 0 or (is_compact and not length):
+        raise SpecError(
+            f"kimi_k3: ring is {length}, with compact_ring={is_compact}: a ring is as long as the longest step that "
+            "may be taken back, at least 1 token; 0 is none, and cannot be compact"
+        )
 
 
 def _apply(state: StepState, layer: KdaLayer, positions: Tensor, is_changed: Tensor) -> None:
