@@ -65,7 +65,7 @@ class PlainStep:
         self._drafts[i].replay()
 
     def verify(self) -> None:
-        assert len(self._done) == len(self._drafts)
+        assert len(self._done) in (0, len(self._drafts))  # a draft may be skipped
         self._done.append("verify")
         self.target.replay()
 
