@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,8 +16,16 @@ from torch import Tensor
 from graphshard.core.errors import SpecError
 from graphshard.core.specs import StepShape
 from graphshard.models.kimi_k3.config import KimiK3ModelConfig
-from graphshard.models.kimi_k3.folder import joined_tensors, random_pieces
+from graphshard.models.kimi_k3.folder import (
+    joined_tensors,
+    load_kimi_k3,
+    random_kimi_k3,
+    random_pieces,
+    save_kimi_k3,
+)
 from graphshard.models.kimi_k3.model import KimiK3
+from graphshard.models.kimi_k3.ring import FOLD
+from graphshard.models.open import open_model
 from graphshard.runtime.model import folds_of
 from graphshard.runtime.record import record
 
@@ -300,3 +309,20 @@ def test_what_does_not_fit_is_refused() -> None:
     for taps in ((4,), (-1,), (1, 1)):
         with pytest.raises(SpecError, match=r"taps \[.*\] are not layers from 0 to 3, each once"):
             KimiK3(SMALL, 1, taps=taps)
+
+
+def test_a_folder_opens_with_a_ring_and_taps(tmp_path: Path) -> None:
+    """And is the same folder: weights and the recipes for them know of neither."""
+    pieces = random_pieces(SMALL)
+    save_kimi_k3(tmp_path, SMALL, pieces)
+    plain, ring = open_model(tmp_path, 2, 8), open_model(tmp_path, 2, 8, ring=3, compact_ring=True, taps=[1])
+    assert isinstance(ring.model, KimiK3)
+    assert (ring.model.ring, ring.model.taps, [fold.spec.name for fold in ring.model.folds]) == (3, (1,), [FOLD])
+    assert ring.recipes == plain.recipes
+    assert ring.model.spec().weights == plain.model.spec().weights
+    model = load_kimi_k3(tmp_path, 2, 8, fused=False, ring=3)
+    assert model.ring == 3
+    given = joined_tensors(model, pieces)
+    assert all(
+        torch.equal(tensor, given[name]) for name, tensor in random_kimi_k3(SMALL, fused=False, ring=2)[1].items()
+    )
