@@ -9,12 +9,13 @@ import pytest
 import torch
 from byte_model import ByteModel
 from byte_steps import compile_bytes, wrong_after
-from embed_api import DRIVER, OK, TIMEOUT, EmbeddedStep
+from embed_api import DRIVER, OK, STATE, TIMEOUT, EmbeddedStep
+from fold_model import DraftModel, FoldModel, LendingModel
 from ranks import run_on_ranks
 from torch import Tensor
 
 from graphshard._core import Memory, Stream
-from graphshard.comm.group import Group
+from graphshard.comm.group import Group, LocalGroup
 from graphshard.core.errors import CommError, DeviceError, ProgramError
 from graphshard.runtime.runtime import Runtime
 
@@ -237,3 +238,48 @@ def test_under_nccl_a_server_issues_no_gathers_beside_the_graph(head: str) -> No
 
     for text in run_on_ranks(refused, 2):
         assert "step shape 1x1 begins with units in its slots" in text and "head='inside'" in text
+
+
+def folds_in_turn(group: Group, head: str) -> list[str]:
+    """C's replays and prefetches, folds of both kinds, and Python's replays, in turn."""
+    model, total = FoldModel(), 0
+    with compile_bytes(group, model, units="layer", prefetch_depth=1, head=head) as runtime:
+        graph, shape = runtime.graph(batch_size=1), min(runtime.programs)
+        step = EmbeddedStep(graph.handle)
+        accepted, state = runtime.buffers(shape, "input")["accepted"], runtime.buffers(shape, "cache")["state"]
+        c, replay = (lambda: by_c(step)), graph.replay
+        wrong = []
+        for number, act in enumerate((c, replay, c, c, replay, c)):
+            wrong += wrong_after(runtime, model, act)
+            assert act is replay or head == "inside" or not runtime.has_prefetched(1)  # slots are C's
+            if number % 2:
+                assert step.api.gs_step_prefetch(step.pointer) == OK, step.error
+            accepted.fill_(number)
+            runtime.fold(1, run="eager" if number in (2, 3) else "graph")
+            total += number
+            if not torch.equal(state, model.folded([total])):
+                wrong.append(f"fold {number} left something else")
+        step.release()
+        return wrong
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_folds_between_replays_of_c(head: str) -> None:
+    assert run_on_ranks(folds_in_turn, 2, head) == [[], []]
+
+
+def test_c_replays_no_draft_while_the_target_is_updated() -> None:
+    target, group = LendingModel(), LocalGroup(1)[0]
+    draft = DraftModel(target)
+    with compiled(group, target, "inside") as lender, compile_bytes(group, draft, borrow=lender) as borrower:
+        step = EmbeddedStep(borrower.graph(1).handle)
+        by_c(step)
+        codes: dict[str, int] = {}
+        object.__setattr__(lender.hooks, "update", lambda stage: codes.setdefault(stage, step.replay()))
+        lender.update(target.tensors(1))
+        assert {codes[stage] for stage in ("stopped", "decided", "writing", "written", "checked")} == {STATE}
+        assert codes["staging"] == OK and "are being written" in step.error
+        by_c(step)
+        seen = borrower.buffers(min(borrower.programs), "output")["embed:embed"]
+        assert torch.equal(seen, target.tensors(1)["embed"])
+        step.release()
