@@ -17,7 +17,7 @@ CASES = [
     (4, "graph", {"transport": "nccl"}),
 ]
 MORE = [
-    (2, "eager", {"transport": "pull", "executor": "threaded"}),
+    (2, "graph", {"transport": "pull", "executor": "threaded"}),
     (2, "graph", {"transport": "nccl", "units": "weight"}),
     (3, "graph", {"transport": "pull", "units": "weight", "prefetch_depth": 2}),
     (4, "eager", {"transport": "nccl"}),
