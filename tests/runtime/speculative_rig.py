@@ -195,6 +195,15 @@ def traced(pair: Pair) -> list[list[Any]]:
 @contextmanager
 def stalled(runtime: Runtime, address: int) -> Iterator[None]:
     """Gathers that the host issues in the block stand still until the word at `address` is 1."""
+    table, before = runtime._slots, runtime._slots._before_gathers
     stall = OpList(runtime.driver, (runtime._streams["prefetch"],), 0, [("wait_value", 0, address, 1)])
-    stall.issue(Calls([]))
-    yield
+
+    def before_and_stall(units: Sequence[int]) -> None:
+        before(units)  # which may wait for the stream to end what it has
+        stall.issue(Calls([]))
+
+    table._before_gathers = before_and_stall
+    try:
+        yield
+    finally:
+        table._before_gathers = before
