@@ -1,4 +1,4 @@
-"""`graphshard show`: any of the six nouns as text."""
+"""`graphshard show`: any of the seven nouns as text."""
 
 from __future__ import annotations
 
@@ -10,23 +10,27 @@ import click
 
 from graphshard.cli.common import Output, answering, refuse_given
 from graphshard.cli.planning import Planned, PlanRequest, plan_request, planned
+from graphshard.cli.sequences import DRAFT_OPTIONS, PlannedStep, draft_request, planned_step, split_draft
 from graphshard.core.lowering import Lowered, lower
 from graphshard.core.specs import StepShape
 
-NOUNS = ("model", "plan", "layout", "program", "bound", "graph")
+NOUNS = ("model", "plan", "layout", "program", "sequence", "bound", "graph")
 Rows = list[dict[str, Any]]
 
 
 JSON_HELP = """JSON keys: `noun`, `text`, `digest` (not of bound and graph), `step_shapes` (of program, bound and
-graph); `rows` has one row for each op, or for each part of a model, plan or layout, with the noun's own fields."""
+graph); `rows` has one row for each op, or for each part of a model, plan or layout, with the noun's own fields;
+`sequences` (of sequence): the names that --sequence knows, each with its digest."""
 
 
 @click.command("show", epilog=JSON_HELP)
 @click.argument("noun", type=click.Choice(NOUNS))
 @plan_request
+@draft_request
+@click.option("--sequence", default="step", show_default=True, help="With `sequence`: which, as cold, step or skip.")
 @click.option("--lowered", is_flag=True, help="With `program`: the list over streams and events that it stands for.")
 @answering
-def command(out: Output, noun: str, lowered: bool, **options: Any) -> None:
+def command(out: Output, noun: str, sequence: str, lowered: bool, **options: Any) -> None:
     """Print NOUN as stable text.
 
     \b
@@ -34,10 +38,13 @@ def command(out: Output, noun: str, lowered: bool, **options: Any) -> None:
     plan     what was chosen, and why
     layout   where each byte lives
     program  the op list of a step
+    sequence what the host issues in a speculative step, with the programs of target and draft
     bound    the op list over this machine's streams (small runtimes are built on the host device)
     graph    the captured graph's nodes, by kind
     """  # noqa: D301  # click's own mark, the character: these lines are not wrapped
-    request = PlanRequest(**options)
+    request, draft = split_draft(options)
+    if noun != "sequence":
+        refuse_given((*DRAFT_OPTIONS, "sequence"), f"a draft goes with sequence, not with {noun}")
     if lowered and noun != "program":
         raise click.UsageError(f"--lowered goes with program, not with {noun}")
     if noun in ("bound", "graph"):
@@ -45,6 +52,9 @@ def command(out: Output, noun: str, lowered: bool, **options: Any) -> None:
             ("weights", "capture_sizes"), f"{noun} is shown of batch size 1, and of small layers or of --model"
         )
         _show_on_device(out, noun, request)
+        return
+    if noun == "sequence":
+        _show_sequence(out, planned_step(request, draft), sequence)
         return
     made = planned(request)
     if noun == "program":
@@ -73,6 +83,16 @@ def flat(item: Any) -> dict[str, Any]:
         nested = isinstance(content, tuple) and content and is_dataclass(content[0])
         row["num_" + field.name if nested else field.name] = len(content) if nested else content
     return row
+
+
+def _show_sequence(out: Output, made: PlannedStep, name: str) -> None:
+    if name not in made.sequences:
+        raise click.UsageError(f"--sequence {name} is none of this step's: {', '.join(made.sequences)}")
+    sequence = made.sequences[name]
+    out.say(sequence.text().rstrip())
+    rows = [{"index": i, "kind": str(op).split()[0], **flat(op)} for i, op in enumerate(sequence.ops)]
+    digests = {known: other.digest for known, other in made.sequences.items()}
+    out.emit(rows, noun="sequence", text=sequence.text(), digest=sequence.digest, sequences=digests)
 
 
 def _show_program(out: Output, made: Planned, request: PlanRequest, lowered: bool) -> None:

@@ -14,6 +14,7 @@ from sequence_explore import harm_of
 from graphshard.core.sequence import Held, PrefetchDiscard, PrefetchLaunch, StepSequence
 from graphshard.schedule.sequence import emit_sequences
 from graphshard.verify import verify_sequences
+from graphshard.verify.sequence_races import sequence_races
 
 NUM_CASES = 700
 NUM_CASES_SLOW = 20_000
@@ -58,6 +59,10 @@ def agree(seed: int, counts: Counter[str]) -> None:
     if shown != (harm is not None):
         text = "\n".join([f"seed {seed} {names}", first.text(), *second.op_lines()])
         pytest.fail(f"{text}\nverifier: {report.text()}\ninterpreter: {harm}")
+    if seed % 4 == 0:
+        lists = ((first,), (second,), (first, second))
+        full = any(violation for listed in lists for violation in sequence_races(listed, 1))
+        assert full == shown, f"seed {seed}: short lists show what full ones do"
     counts["accepted" if report.is_good else "rejected: wrong bytes" if shown else "rejected: rule alone"] += 1
     counts["with a discard"] += any(isinstance(op, PrefetchDiscard) for op in first.ops + second.ops)
 
