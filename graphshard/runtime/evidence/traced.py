@@ -44,6 +44,20 @@ class TracedStep:
     def replay(self) -> dict[int, float]:
         """Run the step on what the inputs hold now; when each timed op was done, in us since one was done first.
 
+        Blocks and raises as `run` does.
+        """
+        self.run()
+        done_us = self.done_us(self._events[min(self._events)])
+        first_us = min(done_us.values())  # not always that of the first op: streams run side by side
+        return {i: us - first_us for i, us in done_us.items()}
+
+    def done_us(self, since: Event) -> dict[int, float]:
+        """When each timed op of the last run was done, in us since the event `since`, which is done."""
+        return {i: event.elapsed_us(since) for i, event in self._events.items()}
+
+    def run(self) -> None:
+        """Run the step on what the inputs hold now.
+
         Blocks:  the host, until all streams are done, bounded by the runtime's timeout.
 
         Raises:
@@ -55,7 +69,3 @@ class TracedStep:
         for stream in streams:
             if not stream.synchronize(max(0.0, deadline - time.monotonic())):
                 raise CommError(f"rank {runtime.rank} waited {runtime.timeout_s:.1f} s for the end of a traced step")
-        one = self._events[min(self._events)]
-        done_us = {i: event.elapsed_us(one) for i, event in self._events.items()}
-        first_us = min(done_us.values())  # not always that of the first op: streams run side by side
-        return {i: us - first_us for i, us in done_us.items()}
