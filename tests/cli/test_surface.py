@@ -28,7 +28,7 @@ COMMAND_LINES = [
     ["reshard"],
     ["doctor"],
     ["compare"],
-    *(["bench", name] for name in ("gather", "dispatch", "compile", "step", "load")),
+    *(["bench", name] for name in ("gather", "dispatch", "compile", "step", "load", "speculative")),
 ]
 
 
