@@ -17,8 +17,10 @@ class Prefetching(Updating):
         Under a collective transport all ranks call it alike, as they do steps: which gathers are due follows from the
         calls made before, so equal calls make equal gathers.
 
-        Order:   after the last step, beside whatever comes next on other streams; the step waits for it.
-        Blocks:  no.
+        Order:   after the last step, and on `cuda` after what the caller's current stream has, such as another
+                 runtime's step; beside whatever comes next on other streams. The next step waits for it.
+        Blocks:  no; under a collective transport while captured gathers of this runtime still run, bounded (one
+                 communicator serves both kinds).
         Capture: no: it is the part of a step that lies outside its graph.
         """
         refuse_inside_segment("prefetch")
@@ -28,7 +30,7 @@ class Prefetching(Updating):
             self.turn.wait_until_free()
             self._check_generations(shape)
             self._alignment.check("a prefetch")
-            self._slots.prefetch(self.programs[shape])
+            self._slots.prefetch(self.programs[shape], self.follow_caller)
             if self._embedding is not None:
                 self._embedding.hand_over_prefetch()
 

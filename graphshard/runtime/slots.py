@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from graphshard._core import Calls, Event, OpList
+from graphshard._core import Calls, Event, OpList, Stream
 from graphshard.core.ops import AgLaunch
 from graphshard.core.program import Program
 from graphshard.runtime.bind import Ground, bind_gathers
@@ -68,15 +68,14 @@ class SlotTable:
             self._compute.wait(self._arrived)
             self._in_flight = False
 
-    def prefetch(self, program: Program) -> None:
-        """Begin to gather what `program` expects and the slots do not hold."""
-        self.gather(
-            [
-                AgLaunch(unit, slot, "prefetch")
-                for slot, unit in enumerate(program.entry)
-                if unit is not None and self._held[slot] != unit
-            ]
-        )
+    def prefetch(self, program: Program, follow: Callable[[Stream], None] | None = None) -> None:
+        """Begin to gather what `program` expects and the slots do not hold; see `gather`."""
+        due = [
+            AgLaunch(unit, slot, "prefetch")
+            for slot, unit in enumerate(program.entry)
+            if unit is not None and self._held[slot] != unit
+        ]
+        self.gather(due, follow)
 
     def leave(self, program: Program) -> None:
         """`program` was enqueued on `compute`: when it ends, the slots hold what it says."""
@@ -84,10 +83,11 @@ class SlotTable:
         self._compute.record(self._last_use)
         self._used = True
 
-    def gather(self, launches: list[AgLaunch]) -> None:
+    def gather(self, launches: list[AgLaunch], follow: Callable[[Stream], None] | None = None) -> None:
         """Gather on the prefetch stream; the next `enter` makes `compute` wait for it.
 
-        Order:   after the last program enqueued, beside whatever else `compute` does.
+        Order:   after the last program enqueued, beside whatever else `compute` does; and after what `follow` makes
+                 the stream wait for.
         Blocks:  the prefetch stream only.
         """
         if not launches:
@@ -95,6 +95,8 @@ class SlotTable:
         self._before_gathers([launch.unit for launch in launches])
         if self._used:
             self._prefetch.wait(self._last_use)
+        if follow is not None:
+            follow(self._prefetch)
         for launch in launches:
             if launch not in self._gathers:
                 self._gathers[launch] = bind_gathers([launch], self._ground)

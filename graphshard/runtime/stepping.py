@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from graphshard._core import Calls, Step
+from graphshard._core import Calls, Step, Stream
 from graphshard.comm.alignment import Awaited, IssueKind
 from graphshard.comm.control import ControlTable
 from graphshard.core.errors import CommError
@@ -146,10 +146,13 @@ class Stepping(Binding):
             executor = self.plan.executor if self._cuda is None else ""
             return self._embedding.step(shape, captured, inputs, outputs, executor)
 
-    def follow_caller(self) -> None:
-        """On a GPU: what is issued from now on waits for what the caller's current stream has. Used by loops."""
+    def follow_caller(self, stream: Stream | None = None) -> None:
+        """On a GPU: what `stream`, or the compute stream, gets from now on waits for what the caller's current one has.
+
+        Used by loops, and by prefetches.
+        """
         if self._cuda is not None:
-            self._cuda.follow_caller()
+            self._cuda.follow_caller(stream)
 
     def let_caller_go_on(self) -> None:
         """On a GPU: what the caller's current stream gets from now on waits for what was issued. Used by loops."""

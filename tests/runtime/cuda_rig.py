@@ -39,8 +39,10 @@ class Plot:
 class KernelModel(ByteModel):
     """Byte segments that enqueue a kernel on the current stream, as torch's do, instead of computing at once."""
 
-    def __init__(self, torch_cuda: FakeTorchCuda, plot: Plot, layers: Sequence[Sequence[int]] = LAYERS) -> None:
-        super().__init__(layers, name="kernels")
+    def __init__(
+        self, torch_cuda: FakeTorchCuda, plot: Plot, layers: Sequence[Sequence[int]] = LAYERS, name: str = "kernels"
+    ) -> None:
+        super().__init__(layers, name=name)
         self.segments = tuple(Segment(s.spec, self._enqueuer(s.spec, torch_cuda, plot)) for s in self.segments)
 
     @staticmethod

@@ -127,9 +127,9 @@ class CudaCompute:
         self._steps.clear()
         self._pool = None
 
-    def follow_caller(self) -> None:
-        """What is enqueued on the compute stream from now on waits for what the caller's current stream has now."""
-        self._torch.wait_for_current(self._compute.handle)
+    def follow_caller(self, stream: Stream | None = None) -> None:
+        """What `stream`, or the compute stream, gets from now on waits for what the caller's current stream has now."""
+        self._torch.wait_for_current((stream or self._compute).handle)
 
     def let_caller_go_on(self) -> None:
         """What the caller's current stream gets from now on waits for what the compute stream has now."""
