@@ -46,10 +46,12 @@ def emit_sequences(
 ) -> dict[str, StepSequence]:
     """Every sequence that a speculative step may be, by name.
 
-    `cold` is a step with nothing in flight, `step` one after another, `skip` a step without the draft, `cold_skip` that
-    with nothing in flight, `discard` what update and cancel do; `primed` ones follow `cold_skip` where that leaves more
-    in flight than a step does. What would be equal to one before it in this order, or does nothing, is left out, except
-    `cold`, `step` and `skip` where there is a draft.
+    `cold` is a step with nothing in flight or held, `step` one after another, `skip` a step without the draft, and
+    `discard` what cancels the draft's gathers. What is found else at the beginning is said by prefixes: `cold_skip`;
+    `draft_cold` and `target_cold` where one of them alone has to begin anew, as after an update of it; `primed` after a
+    skip of such a draft, which leaves all of its first gathers in flight where a step leaves some held. Sequences that
+    are equal to one named before, or do nothing, are left out, but `cold`, `step` and `skip` are always there for a
+    draft, and `step` without one.
 
     Args:
         target: The program of the target.
@@ -69,15 +71,14 @@ def emit_sequences(
     drafts = () if draft is None else (SequenceGraph(DRAFT, draft),)
     steps = _Steps((*drafts, SequenceGraph(TARGET, target)), num_draft_replays, fold, prefetch_stream)
     cold = steps.step(())
-    step = steps.step(cold.exit)
-    found = {"cold": cold, "step": step}
+    found = {"cold": cold, "step": steps.step(cold.exit)}
     if draft is not None:
-        found["skip"] = steps.skip(step.exit)
-    for name, sequence in steps.others(step.exit):
+        found["skip"] = steps.skip(cold.exit)
+    elif cold == found["step"]:
+        del found["cold"]
+    for name, sequence in steps.all_kinds():
         if sequence.ops and sequence not in found.values():
             found[name] = sequence
-    if draft is None and cold == step:
-        del found["cold"]
     return found
 
 
@@ -108,10 +109,10 @@ class _Steps:
         """A step without the draft."""
         return self.verify(_Issue(self.graphs, entry, self.prefetch_stream))
 
-    def discard(self, entry: tuple[SlotState, ...]) -> StepSequence:
-        """Drop what `entry` states."""
+    def discard(self, entry: tuple[SlotState, ...], graph: str) -> StepSequence:
+        """Drop what `entry` states of `graph`."""
         issue = _Issue(self.graphs, entry, self.prefetch_stream)
-        issue.discard()
+        issue.discard(graph)
         return issue.sequence()
 
     def verify(self, issue: _Issue) -> StepSequence:
@@ -123,16 +124,31 @@ class _Steps:
             issue.ops.append(Fold(TARGET, self.fold))
         return issue.sequence()
 
-    def others(self, steady: tuple[SlotState, ...]) -> Iterator[tuple[str, StepSequence]]:
-        """What may follow a discard, and what may follow that. `steady` is the state between two steps."""
-        yield "discard", self.discard(steady)
-        if not self.has_draft:
-            return
-        cold_skip = self.skip(())
-        yield "cold_skip", cold_skip
-        yield "primed", self.step(cold_skip.exit)
-        yield "primed_skip", self.skip(cold_skip.exit)
-        yield "primed_discard", self.discard(cold_skip.exit)
+    def states(self) -> dict[str, tuple[SlotState, ...]]:
+        """What may be in flight and held between two steps, by the prefix of a sequence's name."""
+        steady = self.step(()).exit
+        drafts = {"": _of(steady, DRAFT), "draft_cold": (), "primed": _of(self.skip(()).exit, DRAFT)}
+        targets = {"": _of(steady, TARGET), "target_cold": ()}
+        both = {
+            "_".join(filter(None, (first, second))): drafts[first] + targets[second]
+            for first in (drafts if self.has_draft else [""])
+            for second in targets
+        }
+        return {"cold": (), **both}
+
+    def all_kinds(self) -> Iterator[tuple[str, StepSequence]]:
+        """Every kind of step from every state, by name; many are equal."""
+        for prefix, entry in self.states().items():
+            yield prefix or "step", self.step(entry)
+            kinds = {"discard_target": self.discard(entry, TARGET)}
+            if self.has_draft:
+                kinds = {"skip": self.skip(entry), "discard": self.discard(entry, DRAFT), **kinds}
+            for kind, sequence in kinds.items():
+                yield "_".join(filter(None, (prefix, kind))), sequence
+
+
+def _of(states: tuple[SlotState, ...], graph: str) -> tuple[SlotState, ...]:
+    return tuple(state for state in states if state.graph == graph)
 
 
 class _Issue:
@@ -175,12 +191,11 @@ class _Issue:
             if program.exit[gather.slot] == gather.unit:
                 state[gather.slot] = Held(graph, gather.unit, gather.slot)
 
-    def discard(self) -> None:
-        """Drop what every graph has."""
-        for graph, state in self.state.items():
-            if state:
-                self.ops.append(PrefetchDiscard(graph))
-                state.clear()
+    def discard(self, graph: str) -> None:
+        """Drop what `graph` has."""
+        if self.state[graph]:
+            self.ops.append(PrefetchDiscard(graph))
+            self.state[graph].clear()
 
     def sequence(self) -> StepSequence:
         states = [self.state[graph.name] for graph in self.graphs]

@@ -36,7 +36,7 @@ def test_the_steady_step() -> None:
 
 def test_the_others() -> None:
     found = emit_sequences(program(4), program(3, "outside"))
-    assert list(found) == ["cold", "step", "skip", "discard", "cold_skip"]
+    assert list(found) == ["cold", "step", "skip", "cold_skip", "discard"]
     assert found["cold"].ops == (LAUNCH, WAIT, DRAFT, TARGET, LAUNCH, FOLD)
     assert (found["cold"].entry, found["cold"].exit) == ((), (LAUNCH,))
     assert found["skip"].ops == (TARGET, FOLD)
@@ -89,6 +89,27 @@ def test_what_a_draft_leaves_itself_is_gathered_when_cold_alone() -> None:
     assert found["primed"].ops == (PrefetchWait("draft", first.unit, first.slot), *found["step"].ops)
 
 
+def test_either_graph_may_have_to_begin_anew() -> None:
+    target, draft = program(4, "tail"), program(3, "outside")
+    (first,) = target.prime
+    held = Held("target", first.unit, first.slot)
+    own = (PrefetchLaunch("target", first.unit, first.slot), PrefetchWait("target", first.unit, first.slot))
+    found = emit_sequences(target, draft)
+    assert found["step"].entry == (LAUNCH, held)
+    assert found["cold"].ops == (LAUNCH, WAIT, DRAFT, *own, TARGET, LAUNCH, FOLD)
+    assert (found["draft_cold"].entry, found["draft_cold"].ops) == (
+        (held,),
+        (LAUNCH, WAIT, DRAFT, TARGET, LAUNCH, FOLD),
+    )
+    assert (found["target_cold"].entry, found["target_cold"].ops) == (
+        (LAUNCH,),
+        (WAIT, DRAFT, *own, TARGET, LAUNCH, FOLD),
+    )
+    assert (found["discard"].entry, found["discard"].exit) == ((LAUNCH, held), (held,))
+    assert (found["discard_target"].entry, found["discard_target"].exit) == ((LAUNCH, held), (LAUNCH,))
+    assert len({sequence.digest for sequence in found.values()}) == len(found)
+
+
 def test_a_draft_of_one_unit_keeps_it() -> None:
     found = emit_sequences(program(4), program(1, "outside"))
     assert found["step"].ops == (DRAFT, TARGET, FOLD)
@@ -106,7 +127,7 @@ def test_without_a_draft_there_is_the_target_and_its_fold() -> None:
     assert list(found) == ["step"]
     assert found["step"].ops == (TARGET, FOLD)
     tail = emit_sequences(program(4, "tail"), None)
-    assert list(tail) == ["cold", "step", "discard"]
+    assert list(tail) == ["cold", "step", "discard_target"]
     assert emit_sequences(program(4), None, fold=None)["step"].ops == (TARGET,)
 
 

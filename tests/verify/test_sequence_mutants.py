@@ -25,6 +25,8 @@ def test_what_is_emitted_is_good(target_head: str, draft_head: str) -> None:
             assert report.is_good, report.text()
             followed = {first for first, _ in report.pairs}
             assert followed == set(made), "each of them may be followed by another"
+            preceded = {second for _, second in report.pairs}
+            assert preceded | {"cold", "cold_skip"} == set(made) | {"cold", "cold_skip"}, "and comes after another"
             assert ("step", "step") in report.pairs
 
 
