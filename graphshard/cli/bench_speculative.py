@@ -28,6 +28,8 @@ RUN_TIMEOUT_S = 900.0
 ENTRY = "graphshard.bench.speculative:measure_speculative"
 THREADS = 3
 """Of a rank under a fold: the fold, the draft's gather, the target's."""
+BUSY = 1.3
+"""Of the fold's p90 over its p10, alone; its work is always the same."""
 LAYERS = click.IntRange(min=3)
 """With fewer the first unit would still lie in its slot, and nothing would be gathered."""
 COLUMNS = {
@@ -47,7 +49,8 @@ JSON_HELP = """JSON keys: `rows` {setting: own, beside or shared, stream: own or
 target's own first gather is), prefetch_us, fold_us, overlap_us, late_us (that the gather ends
 after the fold) (medians), overlap_share (the median of overlap_us / prefetch_us), p10 and p90 of it, n, samples {rank,
 and those of one step}, predicted_share}; `is_hidden` (own is 0.9 at least); `alone` {fold_us, draft_us, target_us:
-median, p10, p90, n, with nothing beside them}; `event_us` (between two events in a row, that is, what one costs);
+median, p10, p90, n, samples by rank, with nothing
+beside them}; `event_us` (between two events in a row, that is, what one costs);
 `draft_bytes`, `target_bytes`, `fold_ms` (asked for), `num_records` of the fold, `ranks` (at once or in turn),
 `sequences` (what was issued, by setting), `predicted_by`, `steps_us` (a traced step of each rank; predicted)."""
 
@@ -149,7 +152,7 @@ class _Answer:
         self._out.emit(
             self._rows,
             is_hidden=self._is_hidden,
-            alone={key: asdict(summary) for key, summary in self._alone.items()},
+            alone={key: {**asdict(one), "samples": self._alone_samples(key)} for key, one in self._alone.items()},
             event_us=self._event_us,
             fold_ms=self._request.fold_ms,
             ranks=self._mode,
@@ -163,10 +166,14 @@ class _Answer:
     def _event_us(self) -> float:
         return max(float(rank["event_us"]) for rank in self._ranks)
 
+    def _alone_samples(self, key: str) -> list[list[float]]:
+        return [rank["samples"][key] for rank in self._ranks]
+
     def _explain(self) -> None:
         say, one = self._out.say, self._ranks[0]
+        fold = self._alone["fold_us"]
         draft, target = format_bytes(one["draft_bytes"]), format_bytes(one["target_bytes"])
-        say(f"fold alone: {self._alone['fold_us'].text('us')}, {one['num_records']} records; asked for "
+        say(f"fold alone: {fold.text('us')}, {one['num_records']} records; asked for "
             f"{self._request.fold_ms:g} ms")  # fmt: skip
         say(f"the draft's gather, {draft}, alone: {self._alone['draft_us'].text('us')}")
         say(f"the target's gather, {target}, alone: {self._alone['target_us'].text('us')}")
@@ -174,6 +181,8 @@ class _Answer:
         say(f"times are of events on the streams; two events in a row are {self._event_us:.2f} us apart")
         if self._request.in_turn:
             say("ranks take turns: a fold and gathers need a core each, too many for all ranks at once")
+        if fold.p90 > BUSY * fold.p10:
+            say("the machine is busy: even alone the fold took unlike times, and time slices decide what overlaps")
         say(f"predicted by {self._predictor.source}")
         hidden = self._rows[0]["overlap_share"]
         say(f"{'ok' if self._is_hidden else 'NO'}: on its own stream the fold hides {hidden:.1%} of the gather's time")

@@ -1,9 +1,9 @@
 """A step of several graphs before it is run: its sequence walked in time, on model streams.
 
 The list is the verified one (`core.sequence_lowering`). Graphs share the stream `compute`; spans say whose op it was:
-lanes are `draft.compute`, `draft.copy`, `draft.prefetch`, `target.compute`, ... Between graphs there is the host. On
-`host` it waits for a graph's outputs before it issues what comes next; on a GPU it runs ahead. Streams go on by
-themselves (executor `threaded`, and every GPU), as in `timeline.predict`.
+lanes are `draft.compute`, `draft.copy`, `draft.prefetch`, `target.compute`, ... A gather from outside comes after all
+that was issued before it: on `host` the host has waited for that, on a GPU its stream does. Streams go on by themselves
+(executor `threaded`, and every GPU), as in `timeline.predict`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from graphshard.cost.segments import StepTimes
 from graphshard.cost.timeline import NOTHING, Walk, Work
 
 _HOST = -2
-"""The op index of waits that stand for the host, which has not issued what follows yet: they are no spans."""
+"""The op index of waits for what was issued before: there was nothing to do yet, so they are no spans."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def predict_sequence(
         ProgramError: the list does not end, since a stream waits for an event that is never recorded.
     """
     work = _SequenceWork(sequence, costs, hardware, num_steps)
-    lowered, begin = _with_host(work.made, sequence, num_steps - 1, hardware.kind == "host")
+    lowered, begin = _with_host(work.made, sequence, num_steps - 1)
     walk = Walk(lowered, work)
     spans = walk.run().spans
     last = NOTHING if begin is None else walk.recorded[begin]
@@ -186,12 +186,10 @@ class _SequenceWork:
         return Span(lane, "wait", "discard", begin_us, end_us)
 
 
-def _with_host(
-    made: LoweredSequence, sequence: StepSequence, step: int, is_blocking: bool
-) -> tuple[Lowered, int | None]:
-    """The list with the host in it: (list, the event that the host has seen when it begins `step`).
+def _with_host(made: LoweredSequence, sequence: StepSequence, step: int) -> tuple[Lowered, int | None]:
+    """The list with the host in it: (list, the event after which `step` begins).
 
-    A host that blocks launches a gather from outside when the replay or the fold before it has been done.
+    A gather from outside is launched when the replay or the fold before it has been done.
     """
     ops: list[LoweredOp] = []
     num_events = made.lowered.num_events
@@ -204,7 +202,7 @@ def _with_host(
             group = (source.step, source.op)
             if source.step == step and begin is None:
                 begin = seen
-            if is_blocking and seen is not None and source.program_op is None and op.stream != ORIGIN:
+            if seen is not None and source.program_op is None and op.stream != ORIGIN:
                 ops.append(Wait(seen, op.stream, _HOST))
         ops.append(op)
         if isinstance(op, Compute) and source.program_op is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -26,6 +27,8 @@ from graphshard.core.errors import SpecError
 from graphshard.core.sequence import Fold, PrefetchLaunch, Replay, StepSequence
 from graphshard.core.specs import StepShape
 from graphshard.core.timeline import prefetch_name
+from graphshard.cost.kernels import gather_us
+from graphshard.cost.published import hardware
 from graphshard.schedule.emit import emit
 from graphshard.schedule.sequence import DRAFT, TARGET
 from graphshard.verify.sequence import verify_sequences
@@ -96,6 +99,18 @@ def test_predictions_by_what_was_measured() -> None:
     assert shares == pytest.approx({"own": 1.0, "beside": 0.75, "shared": 0.0})
     assert predictor.step("own").exposed_us == ()
     assert predictor.step("shared").exposed_us == ((DRAFT, 0, pytest.approx(40 + 20 - 30)),)
+
+
+def test_predictions_by_a_machine() -> None:
+    """The fold is as long alone as the run found it; all else is the machine's, what it does beside a gather too."""
+    machine = replace(hardware("b200"), kind="host", name="some host")
+    predictor = SpeculativePredictor(SMALL, [made_up(0), made_up(0)], machine)
+    made = predictor.step("own")
+    gather = gather_us(64 * 2**10, 2, "pull", machine)
+    found = made.overlap(DRAFT, FOLD)
+    assert found.prefetch_us == pytest.approx(gather * machine.overlap_copy) and found.share == pytest.approx(1.0)
+    beside_us = found.prefetch_us * (1 - 1 / machine.overlap_compute)
+    assert found.fold_us == pytest.approx(30.0 + beside_us) and "some host" in predictor.source
 
 
 def test_units_have_the_size_that_was_asked_for() -> None:
