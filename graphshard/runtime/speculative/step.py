@@ -65,7 +65,8 @@ class SpeculativeStep:
         Order:   after everything that the draft was asked to do before, its prefetch included: its first unit is waited
                  for here, by the launching stream, or gathered here if nothing was prefetched (cold). The next
                  replay's prefetch follows at once.
-        Blocks:  as `StepGraph.replay` does.
+        Blocks:  as `StepGraph.replay` does. With `run` graph under transport nccl the host too waits for the prefetch,
+                 bounded: a communicator's eager gathers have ended before its captured ones begin.
         Capture: no.
 
         Raises:
@@ -84,7 +85,7 @@ class SpeculativeStep:
                  after that replay, beside whatever follows (`commit`), on a stream and, under transport nccl, a
                  communicator of its own. What is held or in flight is not gathered again: a step that skipped the
                  draft leaves what was prefetched before it.
-        Blocks:  as `StepGraph.replay` does; never for the draft's gather.
+        Blocks:  as `StepGraph.replay` does; for the draft's replay, which has long ended, but never for its gather.
         Capture: no.
 
         Raises:
