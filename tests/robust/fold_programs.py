@@ -1,4 +1,4 @@
-"""Rank processes that fold between steps, with a prefetch on its way, until told to stop; they die when told."""
+"""Rank processes that fold between steps, or borrow, until told to stop; they die when told."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from byte_steps import compile_bytes, wrong_after
-from fold_model import FoldModel
+from fold_model import DraftModel, FoldModel, LendingModel
 from signs import Stopping, take_order, tell
 
 from graphshard.comm.group import Group
@@ -41,3 +41,28 @@ def serve_folds(group: Group, folder: str) -> dict[str, Any]:
                 os.kill(os.getpid(), signal.SIGKILL)
         same = table == runtime.buffer_table()
     return {"wrong": wrong, "same": same, "is_newcomer": isinstance(group, Newcomer), "admitted": admitted}
+
+
+def serve_pair(group: Group, folder: str) -> dict[str, Any]:
+    """A target and a draft that borrows of it step in turn. Orders as in `serve_folds`."""
+    target, choices = LendingModel(), {"units": "layer", "prefetch_depth": 1}
+    draft, wrong, admitted = DraftModel(target), [], set()
+    with (
+        compile_bytes(group, target, **choices) as lender,
+        compile_bytes(group, draft, borrow=lender, head="outside", **choices) as borrower,
+    ):
+        pids = [[page.pid for page in runtime._control.pages] for runtime in (lender, borrower)]
+        tell(folder, "ready")
+        stopping = Stopping(folder)
+        while not stopping.is_due(lambda: (lender.admit(), borrower.admit())):
+            wrong += wrong_after(lender, target, lender.graph(1).replay)
+            wrong += wrong_after(borrower, draft, borrower.graph(1).replay)
+            for number, runtime in enumerate((lender, borrower)):
+                for peer, page in enumerate(runtime._control.pages):
+                    if page.pid != pids[number][peer]:
+                        pids[number][peer] = page.pid
+                        admitted.add(number)
+                        tell(folder, f"admitted {number} {page.pid}")
+            if take_order(folder, f"die.{group.rank}"):
+                os.kill(os.getpid(), signal.SIGKILL)
+    return {"wrong": wrong, "is_newcomer": isinstance(group, Newcomer), "admitted": sorted(admitted)}
