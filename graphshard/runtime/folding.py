@@ -88,8 +88,9 @@ class Folding(Capturing):
 
         Nothing is gathered; slots, and gathers on their way to them, stay as they are. Local, under both transports.
 
-        Order:   after the last step and before the next one, on the compute stream; beside gathers that were issued
-                 outside (`prefetch`). Returns, and orders the caller's work, as `StepGraph.replay` does.
+        Order:   after the last step (a tail prefetch included) and before the next one, on the compute stream; beside
+                 gathers that were issued outside (`prefetch`). Returns, and orders the caller's work, as
+                 `StepGraph.replay` does.
         Blocks:  the host, bounded by the runtime's timeout; on `cuda` only while two folds are in flight.
         Capture: no.
 

@@ -274,6 +274,35 @@ def test_a_step_of_the_draft_that_is_open_here_is_an_error() -> None:
         assert (lender.epoch, borrower.epoch) == (0, 0)
 
 
+def update_beside_an_open_step(group: Group, transport: str) -> list[Any]:
+    """Rank 1 has a step of its draft open: the target is updated nowhere; then everywhere, a prefetch on its way."""
+    target = LendingModel()
+    draft = DraftModel(target)
+    with (
+        compiled(group, target, transport=transport) as lender,
+        compiled(group, draft, transport=transport, borrow=lender, head="outside") as borrower,
+    ):
+        steps = [borrower.begin_step(1)] if group.rank == 1 else []
+        if group.rank == 0 and transport == "nccl":
+            borrower.run(1)  # what rank 1 issues, all issue
+        with pytest.raises(ProgramError, match=r"a step of this thread is open.*nothing was written") as caught:
+            lender.update(target.tensors(1))
+        del caught
+        found: list[Any] = [lender.epoch, borrower.epoch]
+        for step in steps:
+            step.abort()
+        wrong = wrong_bytes(borrower, draft, borrower.graph(1).replay)
+        borrower.prefetch(1)
+        lender.update(target.tensors(1))
+        wrong += wrong_bytes(borrower, draft, borrower.graph(1).replay, 0, 1)
+        return [*found, lender.epoch, borrower.epoch, wrong]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_draft_s_open_step_keeps_the_old_weights_on_all_ranks(transport: str) -> None:
+    assert run_on_ranks(update_beside_an_open_step, 2, transport) == [[0, 0, 2, 2, []]] * 2
+
+
 def test_a_draft_that_was_closed_holds_nobody_up() -> None:
     target, lender, _, borrower = pair()
     with lender:
