@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import re
 import signal
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 
-from graphshard.cli.common import COUNT, Output, Size, answering
+from graphshard.cli.common import COUNT, Output, Size, answering, refuse_given
 from graphshard.cli.generate_job import GenerateJob
 from graphshard.cli.generate_report import report_of, show_report, summary_of
-from graphshard.cli.generate_screen import Screen
+from graphshard.cli.generate_screen import Screen, say_first
+from graphshard.cli.generate_sizes import sizes_of, texts_of
 from graphshard.cli.planning import depth_option, transport_option, units_option
-from graphshard.cli.prompts import PROMPTS, TOKENIZER, Codec
+from graphshard.cli.prompts import Codec
+from graphshard.cli.speculative import JSON_HELP as SPECULATIVE_JSON_HELP
+from graphshard.cli.speculative import generate_speculatively
+from graphshard.cli.speculative_draft import DraftAsked
 from graphshard.comm.launch import failure_text, raise_first_failure
 from graphshard.core.errors import SpecError
-from graphshard.models.open import load_config
 from graphshard.report.machine import machine_facts
 
 RUN_TIMEOUT_S = 1800.0
-CACHE_STEP = 16
-"""Cache lengths are multiples of this."""
 
 JSON_HELP = """JSON keys: `rows` has one row for each prompt {prompt_index, rank, prompt, state, text, tokens, ttft_ms,
 reason}: state is done or lost, and reason says why it was lost; `tokens` (by prompt, null if lost); `lost` {rank,
@@ -50,7 +52,7 @@ class _Fault(click.ParamType[list[Any]]):
         return [found.group(1), int(found.group(2)), int(found.group(3))]
 
 
-@click.command("generate", epilog=JSON_HELP)
+@click.command("generate", epilog=f"{JSON_HELP}\n\n{SPECULATIVE_JSON_HELP}")
 @click.option("--model", type=click.Path(path_type=Path), help="Folder of a llama or Kimi K3 instead of SmolLM2-135M.")
 @click.option("--world-size", type=COUNT, default=2, show_default=True, help="Rank processes.")
 @click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="Repeat it for more; eight are built in.")
@@ -70,6 +72,10 @@ class _Fault(click.ParamType[list[Any]]):
 @click.option("--memory", type=Size(), help="What one rank may use; by default an equal part of the machine's.")
 @click.option("--report", is_flag=True, help="Measure units, latency, memory, beside the replicated model.")
 @click.option("--restart", is_flag=True, help="Start a rank again that was killed; it joins the others.")
+@click.option("--speculative", is_flag=True, help="Decode by blocks that a draft proposes; compare with doing without.")
+@click.option("--draft", metavar="FOLDER|random", help="A DFlash or a llama; else a llama's own first layers.")
+@click.option("--draft-layers", type=COUNT, help="So many of them.  [default: half]")
+@click.option("--block", type=click.IntRange(min=2), help="Tokens that a step verifies.  [default: the draft's, or 4]")
 @click.option("--fault", type=_Fault(), hidden=True, help="SIGNAL:RANK@STEP: a test's.")
 @answering
 def command(
@@ -84,50 +90,76 @@ def command(
     units: str,
     transport: str,
     batch_size: int,
-    memory: int | None,
-    report: bool,
-    restart: bool,
-    fault: list[Any] | None,
+    **more: Any,
 ) -> bool:
     """Generate greedily on rank processes; prompts are dealt to them in turn, and each rank decodes its own.
 
     Rank 0's first prompt is shown while it is generated. A rank that dies takes its own prompts with it and no others;
-    a stopped one delays nobody (transport nccl: both end all ranks). Exit code 1: prompts were lost, or a bit differs.
+    a stopped one delays nobody (transport nccl: both end all ranks). Exit code 1: prompts were lost, or a bit differs;
+    with --speculative, a token differs from the same steps' without a draft, or from plain decoding's where no two
+    tokens are nearly equal.
     """
-    if restart:
-        _check_restart(world_size, transport)
-    if memory is not None and not report:
-        raise click.UsageError("--memory is what --report counts with: give both, or neither")
+    kind = _Kind(**more)
+    kind.check(world_size, transport)
     folder = model or _smollm2()
-    texts = _texts(prompts, prompts_file)
+    texts = texts_of(prompts, prompts_file)
     request = {
         "model": str(folder),
         "num_tokens": tokens,
         "run": run,
         "choices": {"units": units, "prefetch_depth": prefetch_depth, "transport": transport},
-        "report": report,
-        "fault": fault,
-        **_sizes(folder, texts, tokens, world_size, batch_size),
+        "fault": kind.fault,
     }
+    if kind.speculative:
+        asked = DraftAsked(kind.draft, kind.draft_layers, kind.block)
+        return generate_speculatively(out, folder, texts, world_size, batch_size, asked, request)
+    sizes = sizes_of(folder, texts, tokens, world_size, batch_size)
+    return _generate(out, folder, texts, world_size, kind, {**request, "report": kind.report, **sizes})
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What is done besides generating; the options' values."""
+
+    memory: int | None
+    report: bool
+    restart: bool
+    speculative: bool
+    draft: str | None
+    draft_layers: int | None
+    block: int | None
+    fault: list[Any] | None
+
+    def check(self, world_size: int, transport: str) -> None:
+        """A usage error, or SpecError, if options contradict each other."""
+        if self.speculative:
+            refuse_given(("report", "memory", "restart", "fault"), "not with --speculative; leave one out")
+            if self.draft is not None and self.draft_layers is not None:
+                raise click.UsageError("--draft and --draft-layers are two drafts: give one")
+        else:
+            refuse_given(("draft", "draft_layers", "block"), "these are for --speculative: give both, or neither")
+        if self.restart:
+            _check_restart(world_size, transport)
+        if self.memory is not None and not self.report:
+            raise click.UsageError("--memory is what --report counts with: give both, or neither")
+
+
+def _generate(
+    out: Output, folder: Path, texts: list[str], world_size: int, kind: _Kind, request: dict[str, Any]
+) -> bool:
     screen = Screen(out, Codec(folder), texts, world_size)
-    _say_first(out, folder, len(texts), world_size, request["batch_size"])
-    with GenerateJob(request, world_size, restart=restart, timeout_s=RUN_TIMEOUT_S) as job:
+    say_first(out, folder, len(texts), world_size, request["batch_size"])
+    with GenerateJob(request, world_size, restart=kind.restart, timeout_s=RUN_TIMEOUT_S) as job:
         screen.follow(job)
         job.run()
         screen.finish()
-        no_report = job.run_report() if report else "not asked for"
+        no_report = job.run_report() if kind.report else "not asked for"
         results = job.end()
     if out.debug and (failures := failure_text(results)):
         out.say(failures)
     if not any(story.batches is not None for story in job.stories):
         raise_first_failure(results)
-    return _answer(out, job, screen, request, memory, no_report)
-
-
-def _say_first(out: Output, folder: Path, num_prompts: int, world_size: int, batch_size: int) -> None:
-    if not (folder / TOKENIZER).exists():
-        out.say(f"no {TOKENIZER} in {folder}: words become tokens by their letters, and tokens are shown as numbers")
-    out.say(f"{folder.name}: prompts: {num_prompts} over {world_size} ranks, in batches of {batch_size}")
+    return _answer(out, job, screen, request, kind.memory, no_report)
 
 
 def _answer(
@@ -162,38 +194,3 @@ def _check_restart(world_size: int, transport: str) -> None:
         raise SpecError(
             f"--restart needs transport pull: a communicator of {transport} cannot take in a rank that came back"
         )
-
-
-def _texts(prompts: tuple[str, ...], file: Path | None) -> list[str]:
-    if prompts and file is not None:
-        raise SpecError("--prompt and --prompts were both given: put all prompts in the file, or none")
-    texts = list(prompts)
-    if file is not None:
-        try:
-            texts = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-        except UnicodeDecodeError as error:
-            raise SpecError(
-                f"--prompts {file} is not text: byte {error.start} is no UTF-8; write one prompt a line, in UTF-8"
-            ) from None
-        if not texts:
-            raise SpecError(f"--prompts {file} holds no prompt: write one a line")
-    return texts or list(PROMPTS)
-
-
-def _sizes(folder: Path, texts: list[str], num_tokens: int, world_size: int, batch_size: int) -> dict[str, Any]:
-    """Prompts as tokens, and the sizes that follow from them; the same for all ranks."""
-    config = load_config(folder)
-    codec = Codec(folder)
-    prompts = [codec.encode(text, config.vocab_size) for text in texts]
-    for index, prompt in enumerate(prompts):
-        if not prompt:
-            raise SpecError(f"prompt {index} ({texts[index]!r}) has no token: write something")
-    longest = max(len(prompt) for prompt in prompts) + num_tokens - 1
-    if longest > config.max_positions:
-        raise SpecError(
-            f"a prompt of {longest - num_tokens + 1} tokens and {num_tokens} more need {longest} positions, the model "
-            f"has {config.max_positions}: use fewer --tokens"
-        )
-    length = min(config.max_positions, -(-longest // CACHE_STEP) * CACHE_STEP)
-    most = -(-len(prompts) // world_size)
-    return {"prompts": prompts, "cache_length": length, "batch_size": min(batch_size, most)}

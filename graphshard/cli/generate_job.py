@@ -35,6 +35,8 @@ class RankStory:
     process: ProcessId
     batches: list[dict[str, Any]] | None = None
     """What it made; None until it is done."""
+    done: Message = field(default_factory=dict)
+    """All that it said when it was done."""
     report: dict[str, Any] | None = None
     is_gone: bool = False
     """Its process has ended, and is not started again."""
@@ -52,14 +54,17 @@ class RankStory:
 class GenerateJob:
     """Ranks that generate. A context manager: leaving it ends those still running."""
 
-    def __init__(self, request: dict[str, Any], world_size: int, *, restart: bool, timeout_s: float) -> None:
+    def __init__(
+        self, request: dict[str, Any], world_size: int, *, restart: bool, timeout_s: float, entry: str = ENTRY
+    ) -> None:
         """Start the ranks.
 
         Args:
-            request: what `GenerateRequest` holds, but for the address.
+            request: what `entry`'s request holds, but for the address.
             world_size: how many ranks.
             restart: start a rank again that was killed.
             timeout_s: ranks that have not ended by then are killed.
+            entry: what ranks run.
         """
         self._listener = Listener(new_job_name())
         self._restarts = restart
@@ -72,7 +77,7 @@ class GenerateJob:
         self._pidfds: list[int] = []
         arguments = [{**request, "address": self._listener.address}]
         try:
-            self.ranks = RankProcesses(ENTRY, world_size, arguments=arguments, group_timeout_s=GROUP_TIMEOUT_S)
+            self.ranks = RankProcesses(entry, world_size, arguments=arguments, group_timeout_s=GROUP_TIMEOUT_S)
         except BaseException:
             self._close_files()
             raise
@@ -166,7 +171,7 @@ class GenerateJob:
         for message in messages if story is not None else ():
             assert story is not None
             if message["what"] == "done":
-                story.batches = message["batches"]
+                story.done, story.batches = message, message["batches"]
                 self.order.append(story.rank)
             elif message["what"] == "report":
                 story.report = message["report"]

@@ -75,7 +75,7 @@ def generate(group: Group, values: dict[str, Any]) -> None:
         batches = decode_batches(runtime, group, request, lines)
         lines.send({"what": "done", "batches": batches})
         _keep_company(runtime, group, request)
-        if _order(lines) == "end":
+        if wait_for_order(lines) == "end":
             return
         assert measure is not None
         measure.run("sharded", runtime, batches)
@@ -83,7 +83,7 @@ def generate(group: Group, values: dict[str, Any]) -> None:
     with measure.started("replicated", lambda: make("replicated")) as runtime:
         measure.run("replicated", runtime, decode_batches(runtime, group, request, None))
     lines.send({"what": "report", "report": measure.told()})
-    _order(lines)
+    wait_for_order(lines)
 
 
 def maker(group: Group, request: GenerateRequest) -> Callable[[str], Runtime]:
@@ -165,8 +165,8 @@ def _sender(lines: Lines) -> Callable[[int, int], None]:
     return on_token
 
 
-def _order(lines: Lines) -> str:
-    """Wait for what the command wants next; it is gone if it says nothing: `end`."""
+def wait_for_order(lines: Lines) -> str:
+    """What the command wants next; it is gone if it says nothing: `end`."""
     while lines.is_open:
         for message in lines.receive():
             return str(message["what"])

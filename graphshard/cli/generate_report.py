@@ -22,20 +22,25 @@ WAYS = ("sharded", "replicated")
 def summary_of(stories: Sequence[RankStory], rows: Sequence[dict[str, Any]], order: Sequence[int]) -> dict[str, Any]:
     """What the answer says of the whole job."""
     step_s = [batch["step_s"] for story in stories for batch in story.batches or ()]
-    lost = [story for story in stories if story.batches is None]
-    by_rank = {story.rank: [row["prompt_index"] for row in rows if row["rank"] == story.rank] for story in lost}
     return {
         "tokens": [row["tokens"] for row in rows],
-        "lost": [
-            {"rank": story.rank, "prompt_indices": by_rank[story.rank], "reason": story.lost}
-            for story in lost
-            if by_rank[story.rank]
-        ],
+        "lost": lost_of(stories, rows),
         "restarts": [{"rank": story.rank, "reason": reason} for story in stories for reason in story.ended],
         "order": list(order),
         "time_per_token_ms": _times([s * 1e3 for steps in step_s for s in steps[NUM_WARMUPS:] or steps]),
         "ttft_ms": _times([row["ttft_ms"] for row in rows if row["ttft_ms"] is not None]),
     }
+
+
+def lost_of(stories: Sequence[RankStory], rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The prompts that ranks took with them, by rank; one without prompts has lost none."""
+    lost = [story for story in stories if story.batches is None]
+    by_rank = {story.rank: [row["prompt_index"] for row in rows if row["rank"] == story.rank] for story in lost}
+    return [
+        {"rank": story.rank, "prompt_indices": by_rank[story.rank], "reason": story.lost}
+        for story in lost
+        if by_rank[story.rank]
+    ]
 
 
 def report_of(stories: Sequence[RankStory], memory_bytes: int, cache_length: int) -> dict[str, Any]:

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from graphshard.cli.common import Output
 from graphshard.cli.generate_job import GenerateJob, RankStory
 from graphshard.cli.generate_wire import Message
-from graphshard.cli.prompts import Codec, Typewriter
+from graphshard.cli.prompts import TOKENIZER, Codec, Typewriter
+
+
+def say_first(out: Output, folder: Path, num_prompts: int, world_size: int, batch_size: int) -> None:
+    """Say what is to be generated."""
+    if not (folder / TOKENIZER).exists():
+        out.say(f"no {TOKENIZER} in {folder}: words become tokens by their letters, and tokens are shown as numbers")
+    out.say(f"{folder.name}: prompts: {num_prompts} over {world_size} ranks, in batches of {batch_size}")
 
 
 class Screen:
