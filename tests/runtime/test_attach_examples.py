@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import inspect
 import os
 import re
 import subprocess
@@ -28,8 +29,8 @@ def load(name: str) -> Any:
     return module
 
 
-def example(group: graphshard.Group, name: str) -> bool:
-    return bool(load(name).main(group))
+def example(group: graphshard.Group, name: str, *arguments: str) -> bool:
+    return bool(load(name).main(group, *arguments))
 
 
 @pytest.mark.parametrize(
@@ -49,10 +50,27 @@ def test_examples_run(name: str, mode: str) -> None:
     assert run_on_ranks(example, 2, name, mode=mode) == [True, True]
 
 
-@pytest.mark.parametrize(("name", "most"), [("own_loop", 26), ("engine_load", 40)])
+@pytest.mark.parametrize(
+    ("transport", "mode"),
+    [
+        ("pull", "threads"),
+        ("nccl", "threads"),
+        pytest.param("pull", "processes", marks=pytest.mark.slow),
+        pytest.param("nccl", "processes", marks=pytest.mark.slow),
+    ],
+)
+def test_a_speculative_loop_of_ones_own_runs(transport: str, mode: str) -> None:
+    assert run_on_ranks(example, 2, "speculative_loop", transport, mode=mode) == [True, True]
+
+
+def test_the_loop_of_a_speculative_server_has_thirty_lines() -> None:
+    assert len(inspect.getsource(load("speculative_loop").serve).splitlines()) <= 30
+
+
+@pytest.mark.parametrize(("name", "most"), [("own_loop", 26), ("engine_load", 40), ("speculative_loop", 44)])
 def test_examples_are_short(name: str, most: int) -> None:
     lines = [line for line in (EXAMPLES / f"{name}.py").read_text().splitlines() if line.strip()]
-    assert len(lines) <= most, "20 or 40 lines, and what a script needs around them"
+    assert len(lines) <= most, "20 to 40 lines, and what a script needs around them"
 
 
 @pytest.mark.slow
