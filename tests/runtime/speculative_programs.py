@@ -186,6 +186,57 @@ def _unlike_by_shape(group: Group) -> Runtime:
         )
 
 
+def end_at_unlike_lengths(group: Group, transport: str, run: str) -> dict[str, Any]:
+    """Ranks have requests for 3, 5 and 8 steps; the loop ends on all when nobody has any."""
+    with Pair(group, transport, run=run, sizes=SIZES) as pair:
+        trace, wrong, num_turns = traced(pair), [], 0
+        left = (3, 5, 8)[group.rank % 3]
+        while True:
+            size = 7 if left else 0
+            if pair.spec.agree(size).is_over:
+                break
+            num_turns += 1
+            if size:
+                wrong += pair.step(size)
+                left -= 1
+            else:
+                pair.spec.idle()
+        return {"wrong": wrong, "num_turns": num_turns, "trace": trace}
+
+
+def idle_badly(group: Group) -> dict[str, Any]:
+    """Rank 1's segments raise while it is idle: in the draft, then in the target; peers go on beside it."""
+    with Pair(group, "nccl", run="eager") as pair:
+        trace, wrong, told = traced(pair), [], []
+        is_broken = [False]
+        for runtime in pair.runtimes().values():
+            break_segment(runtime, 1, is_broken)
+        for number in range(6):
+            if group.rank == 1 and number % 2:
+                is_broken[0] = True
+                try:
+                    pair.spec.idle()
+                except ValueError as error:
+                    told.append(str(error))
+                is_broken[0] = False
+            else:
+                wrong += pair.step()
+        return {"wrong": wrong, "told": told, "trace": trace}
+
+
+def break_segment(runtime: Runtime, index: int, is_broken: list[bool]) -> None:
+    """While `is_broken[0]`, the segment raises when it is run eagerly."""
+    segment = runtime._compute.segments[index]
+    run = segment.run
+
+    def raise_or_run(state: Any) -> None:
+        if is_broken[0]:
+            raise ValueError(f"{runtime.model.name}: a segment's own fault")
+        run(state)
+
+    object.__setattr__(segment, "run", raise_or_run)
+
+
 def speculate_unlike(group: Group, transport: str, what: str) -> str:
     """Rank 1 speculates with other settings; what all are told."""
     settings: dict[str, Any] = {"run": "graph", "num_draft_replays": 1}

@@ -88,6 +88,34 @@ def capture_beside_a_prefetch(group: Any, transport: str, run: str) -> dict[str,
         return {"wrong": wrong, "before": before, "after": [recorder.take(), pair.draft.graph(1).num_nodes()]}
 
 
+def test_a_capture_waits_for_a_prefetch_that_stands_still(transport: str) -> None:
+    """And a hundred replays with a prefetch before each show no poison."""
+    assert run_on_ranks(capture_beside_a_stalled_one, 2, transport) == [[]] * 2
+
+
+def capture_beside_a_stalled_one(group: Any, transport: str) -> list[str]:
+    latch = Latch()
+    with Pair(group, transport) as pair:
+        wrong = pair.step()
+        pair.spec.discard()
+        with stalled(pair.draft, latch.word.address):
+            pair.draft.prefetch(1)
+        pair.draft.graph(1).close()
+        capturing = InThread(pair.draft.capture)
+        assert not pair.draft._streams["prefetch"].is_idle() and capturing.is_alive()
+        latch.open()
+        capturing.result()
+        graph = pair.draft.graph(1)
+        for number in range(100):
+            for tensor in graph.outputs.values():
+                tensor.zero_()
+            if number % 10:  # else it is gathered when it is due
+                pair.draft.prefetch(1)
+            graph.replay()
+            wrong += pair.models["draft"].wrong(graph.outputs)
+        return wrong
+
+
 # --- latches ---
 
 
@@ -180,31 +208,22 @@ def test_calls_that_are_not_due_are_refused_by_name() -> None:
 
 
 def test_a_segments_own_error_leaves_the_next_call_due(transport: str) -> None:
-    for found in run_on_ranks(fail_in_a_draft, 2, transport):
-        assert found == ["a segment's own fault", []]
+    assert run_on_ranks(fail_in_a_draft, 2, transport) == [["", []], ["draft: a segment's own fault", []]]
 
 
 def fail_in_a_draft(group: Any, transport: str) -> list[Any]:
     """Rank 1's draft raises in one step; its peers do not notice."""
-    broken, error = [False], "a segment's own fault"
+    is_broken, told = [False], ""
     with Pair(group, transport, run="eager") as pair:
-        segments = pair.draft._compute.segments
-        run = segments[1].run
-
-        def fail_once(state: Any) -> None:
-            if broken[0]:
-                raise ValueError(error)
-            run(state)
-
-        object.__setattr__(segments[1], "run", fail_once)
-        wrong, told = pair.step(), error
+        programs.break_segment(pair.draft, 1, is_broken)
+        wrong = pair.step()
         step = pair.spec.graph(1)
-        broken[0] = group.rank == 1
+        is_broken[0] = group.rank == 1
         try:
             step.propose()
-        except ValueError as failure:
-            told = str(failure)
-        broken[0] = False
+        except ValueError as error:
+            told = str(error)
+        is_broken[0] = False
         step.verify()
         step.commit()
         return [told, wrong + pair.step() + pair.step()]

@@ -60,6 +60,25 @@ def test_ranks_that_accept_unlike_numbers_gather_alike(run: str) -> None:
         assert found["wrong"] == [] and all(found["committed"])
 
 
+@pytest.mark.parametrize("run", ["graph", "eager"])
+def test_ranks_that_end_at_unlike_lengths_idle_until_all_have_ended(transport: str, run: str) -> None:
+    found = run_on_ranks(programs.end_at_unlike_lengths, 3, transport, run)
+    assert [one["wrong"] for one in found] == [[]] * 3
+    if transport == "nccl":
+        assert [one["num_turns"] for one in found] == [8] * 3
+        assert found[0]["trace"] == found[1]["trace"] == found[2]["trace"]
+    else:  # nobody waits for anybody
+        assert [one["num_turns"] for one in found] == [3, 5, 8]
+
+
+def test_a_dummy_that_raises_strands_nobody() -> None:
+    """The first error is raised, once all calls of the step have been made."""
+    first, second, third = run_on_ranks(programs.idle_badly, 3)
+    assert first["told"] == third["told"] == [] and second["told"] == ["draft: a segment's own fault"] * 3
+    assert first["trace"] == second["trace"] == third["trace"]
+    assert first["wrong"] == second["wrong"] == third["wrong"] == []
+
+
 # --- agreed sizes ---
 
 
