@@ -28,7 +28,8 @@ NUM_TOKENS = 6
 PROMPTS = [[5, 3, 8, 2, 9, 1, 4, 4, 6, 7], [11], [20, 21, 22]]
 """Rank 0 of two has the first and the last; the first is longer than a block."""
 PLANS = {
-    kind: {"units": "layer", "prefetch_depth": depth, "min_shard_bytes": 0} for kind, depth in (("llama", 0), ("k3", 1))
+    kind: {"units": "layer", "prefetch_depth": depth, "min_shard_bytes": 0}
+    for kind, depth in (("llama", 0), ("twice", 0), ("k3", 1))
 }
 """A llama's draft has two layers, which would both stay in two slots."""
 
@@ -39,7 +40,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     save_kimi_k3(place / "k3", K3, random_pieces(K3, seed=4))
     config = random_draft_config(K3, 4)
     save_dflash(place / "draft", config, random_dflash(config)[1])
-    return {"llama": write_small_llama(place / "llama"), "k3": place / "k3", "draft": place / "draft"}
+    llama = write_small_llama(place / "llama")
+    return {"llama": llama, "twice": llama, "k3": place / "k3", "draft": place / "draft"}
 
 
 @cache
@@ -55,8 +57,8 @@ def plain_tokens(folder: Path, *prompts: tuple[int, ...]) -> list[list[int]]:
 
 def request_of(folders: dict[str, Path], kind: str, prompts: list[list[int]], **more: Any) -> dict[str, Any]:
     of_kind: dict[str, Any] = {"draft": None, "draft_layers": 2}
-    if kind == "k3":
-        of_kind = {"draft": str(folders["draft"]), "draft_layers": None}
+    if kind != "llama":
+        of_kind = {"draft": str(folders["draft" if kind == "k3" else kind]), "draft_layers": None}
     sizes = {"block": 4, "num_tokens": NUM_TOKENS, "batch_size": 2, "cache_length": 32}
     return {"model": str(folders[kind]), "prompts": prompts, "address": "", **sizes, **of_kind, **more}
 
@@ -95,6 +97,7 @@ def _by_prompt(batch: dict[str, Any]) -> dict[int, dict[str, Any]]:
         ("llama", 1, "graph", "pull"),
         ("llama", 2, "eager", "pull"),
         ("llama", 2, "graph", "nccl"),
+        ("twice", 2, "graph", "pull"),
         ("k3", 1, "eager", "nccl"),
         ("k3", 2, "graph", "pull"),
         ("k3", 2, "eager", "nccl"),
@@ -116,12 +119,15 @@ def test_tokens_are_the_references_and_plain_decodings(
         2: [[[0, 2]], [[1]]],
         4: [[[0]], [[1]], [[2]], []],
     }[world_size]
-    replays = {"llama": {"draft": 3, "target": 1, "fold": 0}, "k3": {"draft": 1, "target": 1, "fold": 1}}
-    assert all(one["replays"] == replays[kind] for one in found)
+    replays = {"draft": 3, "target": 1, "fold": 0} if kind != "k3" else {"draft": 1, "target": 1, "fold": 1}
+    assert all(one["replays"] == replays for one in found)
     steps = [sum(batch["num_steps"] for batch in one["batches"]) for one in found]
     again = [sum(batch["num_steps_reference"] for batch in one["batches"]) for one in found]
     if kind == "llama":
         assert sum(steps) < sum(again)  # guesses counted
+    elif kind == "twice":  # a draft that is the model itself: all of them do
+        gained = [row for one in found for batch in one["batches"] for row in batch["gained"]]
+        assert gained == [[4, 1], [4, 1], [4, 2]]  # the text of one token is decoding from its first step on
     if transport == "nccl":
         assert [one["num_idle"] for one in found] == [max(steps) - mine for mine in steps]
         assert len({one["prefetches"] for one in found}) == 1
@@ -130,7 +136,7 @@ def test_tokens_are_the_references_and_plain_decodings(
         assert all(one["num_idle"] == 0 and one["exchange_s"] == [] for one in found)
     for one, count in zip(found, steps, strict=True):
         made = count + one["num_idle"]
-        assert one["prefetches"] == (made * replays[kind]["draft"] + 1 if made else 0)
+        assert one["prefetches"] == (made * replays["draft"] + 1 if made else 0)
 
 
 @pytest.mark.parametrize("transport", ["pull", "nccl"])
