@@ -42,7 +42,9 @@ class SpeculativePredictor:
             name: self._measured_cost(name, model) if measured else self._cost(name, model)
             for name, model in ((TARGET, self._target), (DRAFT, self._draft))
         }
-        self.source = BY_RUN if hardware is None else f"figures of {hardware.name}; the fold as this run measured it"
+        at_once = ", of all ranks at once" if request.in_turn else ""
+        by_file = f"figures of {self._hardware.name}{at_once}; the fold as this run measured it"
+        self.source = BY_RUN if measured else by_file
         """Where its durations come from."""
 
     def step(self, setting: str) -> SequencePrediction:

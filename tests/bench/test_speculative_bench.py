@@ -35,6 +35,9 @@ from graphshard.verify.sequence import verify_sequences
 
 SMALL = SpeculativeRequest(fold_ms=0.3, draft_bytes=64 * 2**10, target_bytes=128 * 2**10, num_samples=2, timeout_s=30.0)
 
+CLOCK_US = 0.1
+"""Differences of events are float32 milliseconds: a second has steps of 0.06 us."""
+
 
 def sequences(world_size: int = 2) -> dict[str, StepSequence]:
     programs = [emit(spec, plan_of(spec, world_size, "pull")) for spec in (m.spec() for m in models_of(SMALL, 1))]
@@ -160,7 +163,7 @@ def check_timeline(spans: list[dict[str, Any]]) -> None:
     assert {"draft.compute", "draft.copy", "draft.prefetch", "target.compute", "target.copy"} <= set(lanes)
     for lane in lanes.values():
         assert all(one["begin_us"] <= one["end_us"] for one in lane)
-        assert all(before["end_us"] <= after["begin_us"] + 1e-3 for before, after in pairwise(lane))
+        assert all(before["end_us"] <= after["begin_us"] + CLOCK_US for before, after in pairwise(lane))
     (fold,) = [span for span in spans if span["name"] == FOLD]
     computed = [span for span in spans if span["layer"] is not None]
     draft_end, target_end = (
@@ -171,7 +174,7 @@ def check_timeline(spans: list[dict[str, Any]]) -> None:
     assert target_end <= gather["begin_us"] < gather["end_us"]
     (target_gather,) = [span for span in spans if span["name"] == prefetch_name(TARGET, 0)]
     first = min(span["begin_us"] for span in computed if span["lane"] == "target.compute" and span["layer"] == 0)
-    assert target_gather["end_us"] <= first + 1e-3
+    assert target_gather["end_us"] <= first + CLOCK_US
 
 
 def test_the_fold_runs_between_steps() -> None:
