@@ -74,7 +74,7 @@ class _Fault(click.ParamType[list[Any]]):
 @click.option("--restart", is_flag=True, help="Start a rank again that was killed; it joins the others.")
 @click.option("--speculative", is_flag=True, help="Decode by blocks that a draft proposes; compare with doing without.")
 @click.option("--draft", metavar="FOLDER|random", help="A DFlash or a llama; else a llama's own first layers.")
-@click.option("--draft-layers", type=COUNT, help="So many of them.  [default: half]")
+@click.option("--draft-layers", type=COUNT, help="So many of them.  [default: 7 of 8]")
 @click.option("--block", type=click.IntRange(min=2), help="Tokens that a step verifies.  [default: the draft's, or 4]")
 @click.option("--fault", type=_Fault(), hidden=True, help="SIGNAL:RANK@STEP: a test's.")
 @answering

@@ -52,7 +52,7 @@ class Blocks:
         self._phase = Phase()
 
     def run(self, batches: Sequence[dict[int, list[int]]], on_token: OnToken) -> Phase:
-        """Decode `batches` of prompts by number, one after the other; returns when all ranks have done theirs."""
+        """Decode `batches` of prompts by number, one after the other; then step along, where gathers need all ranks."""
         for prompts in batches:
             self._batch(prompts, on_token)
         while self._agree(0):
@@ -84,8 +84,10 @@ class Blocks:
             counts = self._decoder.advance(rows)
             step_s.append(time.perf_counter() - begin)
             for i, (number, row) in enumerate(zip(numbers, rows, strict=False)):
-                first_token_s[i] = first_token_s[i] or (counts[i] > 0) * (time.perf_counter() - began)
-                gained[i] += [counts[i]] if decoding[i] else []
+                if decoding[i]:
+                    gained[i].append(counts[i])
+                if counts[i] and first_token_s[i] == 0:
+                    first_token_s[i] = time.perf_counter() - began
                 for token in _last(row, counts[i]):
                     on_token(number, token)
         made = [row.generated for row in rows[: len(numbers)]]
