@@ -7,17 +7,19 @@ the last that read it. A unit that is read at two far ends of the model has two 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
 from graphshard.core.errors import SpecError
 from graphshard.core.specs import ModelSpec, StepShape
-from graphshard.core.text import digest_of, text_of
+from graphshard.core.text import OMIT_EMPTY, digest_of, text_of
 
 HeadPolicy = Literal["inside", "outside", "tail"]
 Transport = Literal["pull", "nccl"]
 Executor = Literal["cooperative", "threaded"]
+Mode = Literal["gather", "tensor_parallel"]
+"""How a step runs a block: on whole weights, gathered, or on this rank's slices for the tokens of all ranks."""
 
 
 def copies_per_gather(transport: Transport, world_size: int) -> int:
@@ -36,11 +38,16 @@ class WeightDecision:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Weights that one gather restores, in the order in which they lie in the slot."""
+    """Weights that one gather restores, in the order in which they lie in the slot.
+
+    A sliced unit is the weights of a block, and a rank keeps its slice of each; else each rank keeps one range of the
+    unit's bytes.
+    """
 
     index: int
     name: str
     weights: tuple[str, ...]
+    is_sliced: bool = field(default=False, metadata={OMIT_EMPTY: True})
 
 
 def refuse_sharded(model: ModelSpec, units: Sequence[Unit]) -> None:
@@ -86,11 +93,19 @@ class Plan:
     num_copy_streams: int = 1
     reasons: tuple[str, ...] = ()
     """Why depth, units and executor were chosen, one sentence each; empty where the user chose."""
+    modes: tuple[tuple[StepShape, tuple[Mode, ...]], ...] = field(default=(), metadata={OMIT_EMPTY: True})
+    """By step shape: a mode for each block of the model, in order; `gather` for those that are not sliced."""
+    block_reasons: tuple[str, ...] = field(default=(), metadata={OMIT_EMPTY: True})
+    """Why each block is sliced or not, and why its modes were chosen, one sentence each; empty without blocks."""
 
     @property
     def num_copies(self) -> int:
         """The copies that one gather is lowered to, see `copies_per_gather`."""
         return copies_per_gather(self.transport, self.world_size)
+
+    def modes_of(self, shape: StepShape) -> tuple[Mode, ...]:
+        """The modes of a step of `shape`, by block; empty where no mode was chosen: every block is gathered."""
+        return dict(self.modes).get(shape, ())
 
     def text(self) -> str:
         """Stable text, the base of `digest`."""

@@ -2,7 +2,7 @@
 
 A *weight* is bytes with a shape. A *segment* is a piece of compute between two waits, and names the weights it
 reads. A *model* is weights in a canonical order and segments in the order in which they run. A *fold* is a segment that
-runs between steps.
+runs between steps. A *block* is segments with a second way to run: on a slice of their weights, by all ranks together.
 """
 
 from __future__ import annotations
@@ -98,6 +98,51 @@ class KeptWeight:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class BlockSpec:
+    """Segments `[begin, end)`, and what stands in their place where every rank computes on its slice of the weights.
+
+    `columns` are weights that make features of tokens, `rows` those that bring them back; both lie [features, ...] in
+    memory, so rank r's slice of each is a range of its rows. `prepare` writes a rank's own tokens to the buffer
+    `tp.tokens` [t, width_in]; `compute` reads the tokens of all ranks, `tp.gathered` [world_size * t, width_in] in the
+    order of ranks, and the slices, and writes `tp.partial` [world_size * t, width_out]; `finish` reads `tp.summed`
+    [t, width_out], the ranks' partial results of this rank's tokens, added in the order of ranks. The buffers are
+    the runtime's, of `dtype`; t is a step shape's batch_size * tokens_per_sequence.
+    """
+
+    name: str
+    layer: int | None
+    begin: int
+    end: int
+    columns: tuple[str, ...]
+    rows: tuple[str, ...]
+    width_in: int
+    width_out: int
+    dtype: str
+    prepare: SegmentSpec
+    compute: SegmentSpec
+    finish: SegmentSpec
+
+    def __post_init__(self) -> None:
+        dtype_bits(self.dtype)
+        if not 0 <= self.begin < self.end:
+            raise SpecError(f"block {self.name}: segments [{self.begin}, {self.end}) are none")
+        if not self.columns or not self.rows or len(set(self.weights)) != len(self.weights):
+            raise SpecError(f"block {self.name}: give weights as columns and others as rows, each once")
+        if self.width_in < 1 or self.width_out < 1:
+            raise SpecError(f"block {self.name}: {self.width_in} features in and {self.width_out} out; both start at 1")
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """Those that are sliced, in the order in which they lie in a unit."""
+        return (*self.columns, *self.rows)
+
+    @property
+    def sliced_segments(self) -> tuple[SegmentSpec, SegmentSpec, SegmentSpec]:
+        """What runs in the place of `[begin, end)`, in order."""
+        return (self.prepare, self.compute, self.finish)
+
+
 @dataclass(frozen=True)
 class ModelSpec:
     """Weights in a canonical order, and segments in the order in which a step runs them."""
@@ -112,6 +157,8 @@ class ModelSpec:
     """Segments that run between steps, each for all layers at once: no slot has what they read, it stays resident."""
     borrowed: tuple[str, ...] = field(default=(), metadata={OMIT_EMPTY: True})
     """Weights that another runtime of the same rank keeps resident, and owns: no memory is reserved for them here."""
+    blocks: tuple[BlockSpec, ...] = field(default=(), metadata={OMIT_EMPTY: True})
+    """Segments that may also run on slices of their weights, in the order of the segments, none inside another."""
 
     def __post_init__(self) -> None:
         names = [weight.name for weight in self.weights]
@@ -120,7 +167,8 @@ class ModelSpec:
             raise SpecError(f"model {self.name}: weights named twice: {', '.join(twice)}")
         known = set(names)
         paths: set[str] = set()
-        for segment in (*self.segments, *self.folds):
+        sliced = [segment for block in self.blocks for segment in block.sliced_segments]
+        for segment in (*self.segments, *self.folds, *sliced):
             if segment.path in paths:
                 raise SpecError(f"model {self.name}: two segments are called {segment.path}; give each its own name")
             paths.add(segment.path)
@@ -138,6 +186,7 @@ class ModelSpec:
             raise SpecError(f"model {self.name}: borrows weights that it does not declare: {unknown}")
         if len(set(self.borrowed)) != len(self.borrowed):
             raise SpecError(f"model {self.name}: borrows a weight twice: {list(self.borrowed)}")
+        _check_blocks(self)
 
     def weight(self, name: str) -> WeightSpec:
         """The weight called `name`; SpecError if there is none."""
@@ -206,6 +255,36 @@ class DeviceSpec:
     granularity_bytes: int = 4096
     spare_cores: int = 0
     """Cores that no rank computes on; with none there is no free copy engine on `host`."""
+
+
+def _check_blocks(model: ModelSpec) -> None:
+    """SpecError unless blocks follow one another, and have their weights and their segments for themselves."""
+    end = 0
+    for block in model.blocks:
+        where = f"model {model.name}: block {block.name}"
+        if block.begin < end or block.end > len(model.segments):
+            raise SpecError(
+                f"{where} is segments {block.begin} to {block.end}: the block before ends at {end}, and the model has "
+                f"{len(model.segments)} segments"
+            )
+        end, mine = block.end, set(block.weights)
+        if any(segment.layer != block.layer for segment in block.sliced_segments):
+            raise SpecError(f"{where}: prepare, compute and finish are not of its layer {block.layer}")
+        lacking = [name for name in block.weights if name not in block.compute.reads]
+        if lacking:
+            raise SpecError(f"{where}: {block.compute.path} does not read its weights {lacking}")
+        whole = [*model.segments[: block.begin], *model.segments[block.end :], *model.folds]
+        beside = [one for other in model.blocks for one in other.sliced_segments if one != block.compute]
+        for segment in (*whole, *beside):
+            shared = mine.intersection(segment.reads)
+            if shared:
+                raise SpecError(
+                    f"{where} slices {sorted(shared)}, which {segment.path} reads as a whole: a block's weights are "
+                    "read by its own segments alone"
+                )
+    names = [block.name for block in model.blocks]
+    if len(set(names)) != len(names):
+        raise SpecError(f"model {model.name}: two blocks have one name: {names}")
 
 
 def _check_sizes(what: str, values: object) -> None:

@@ -5,7 +5,8 @@
         WeightSpec name=embed shape=[8,4] dtype=float32 strides=none
         ...
 
-A dataclass prints its plain fields on one line; its tuples of dataclasses follow, indented. A field with the metadata
+A dataclass prints its plain fields on one line; its tuples of dataclasses, and single ones, follow, indented; those
+that lie deeper in tuples print in place, as `Name(field=value)`. A field with the metadata
 `OMIT_EMPTY` prints only if it is not empty: values without it keep the digests from before there was such a field.
 """
 
@@ -72,6 +73,8 @@ def _append(lines: list[str], prefix: str, value: object, depth: int) -> None:
             continue
         if isinstance(content, tuple) and content and is_dataclass(content[0]):
             nested.append((field.name, content))
+        elif is_dataclass(content):
+            nested.append((field.name, (content,)))
         else:
             head.append(f"{field.name}={_field_text(content)}")
     lines.append("  " * depth + " ".join(head))
@@ -90,5 +93,8 @@ def _field_text(value: object) -> str:
         return repr(value)
     if isinstance(value, str):
         return name_text(value)
+    if is_dataclass(value):
+        inside = ",".join(f"{field.name}={_field_text(getattr(value, field.name))}" for field in fields(value))
+        return f"{type(value).__name__}({inside})"
     assert isinstance(value, tuple), f"{value!r} has no stable text"
     return "[" + ",".join(_field_text(item) for item in value) + "]"

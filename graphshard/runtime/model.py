@@ -13,7 +13,7 @@ from typing import Protocol
 from torch import Tensor
 
 from graphshard.core.errors import ProgramError
-from graphshard.core.specs import BufferSpec, ModelSpec, SegmentSpec, StepShape
+from graphshard.core.specs import BlockSpec, BufferSpec, ModelSpec, SegmentSpec, StepShape
 
 
 class StepState:
@@ -87,10 +87,21 @@ class Segment:
     run: Callable[[StepState], None]
 
 
+@dataclass(frozen=True)
+class Block:
+    """The segments that stand in the place of a block's own where ranks compute on slices; specs as `spec` has them."""
+
+    spec: BlockSpec
+    prepare: Segment
+    compute: Segment
+    finish: Segment
+
+
 class SegmentedModel(Protocol):
     """A model cut into segments. All three answers depend on the model's configuration alone.
 
-    A model with segments between steps (`ModelSpec.folds`) has them as a property `folds`, see `folds_of`.
+    A model with segments between steps (`ModelSpec.folds`) has them as a property `folds`, see `folds_of`; one with
+    blocks (`ModelSpec.blocks`) has these as a property `blocks`, see `blocks_of`.
     """
 
     @property
@@ -107,3 +118,8 @@ class SegmentedModel(Protocol):
 def folds_of(model: SegmentedModel) -> tuple[Segment, ...]:
     """The segments of `model` that run between steps, in order; their specs equal `spec().folds`."""
     return tuple(getattr(model, "folds", ()))
+
+
+def blocks_of(model: SegmentedModel) -> tuple[Block, ...]:
+    """The blocks of `model` that may run on slices, in order; their specs equal `spec().blocks`."""
+    return tuple(getattr(model, "blocks", ()))
