@@ -259,32 +259,36 @@ class DeviceSpec:
 
 def _check_blocks(model: ModelSpec) -> None:
     """SpecError unless blocks follow one another, and have their weights and their segments for themselves."""
-    end = 0
-    for block in model.blocks:
-        where = f"model {model.name}: block {block.name}"
-        if block.begin < end or block.end > len(model.segments):
-            raise SpecError(
-                f"{where} is segments {block.begin} to {block.end}: the block before ends at {end}, and the model has "
-                f"{len(model.segments)} segments"
-            )
-        end, mine = block.end, set(block.weights)
-        if any(segment.layer != block.layer for segment in block.sliced_segments):
-            raise SpecError(f"{where}: prepare, compute and finish are not of its layer {block.layer}")
-        lacking = [name for name in block.weights if name not in block.compute.reads]
-        if lacking:
-            raise SpecError(f"{where}: {block.compute.path} does not read its weights {lacking}")
-        whole = [*model.segments[: block.begin], *model.segments[block.end :], *model.folds]
-        beside = [one for other in model.blocks for one in other.sliced_segments if one != block.compute]
-        for segment in (*whole, *beside):
-            shared = mine.intersection(segment.reads)
-            if shared:
-                raise SpecError(
-                    f"{where} slices {sorted(shared)}, which {segment.path} reads as a whole: a block's weights are "
-                    "read by its own segments alone"
-                )
-    names = [block.name for block in model.blocks]
+    names, end = [block.name for block in model.blocks], 0
     if len(set(names)) != len(names):
         raise SpecError(f"model {model.name}: two blocks have one name: {names}")
+    for block in model.blocks:
+        if block.begin < end or block.end > len(model.segments):
+            raise SpecError(
+                f"model {model.name}: block {block.name} is segments {block.begin} to {block.end}: the block before "
+                f"ends at {end}, and the model has {len(model.segments)} segments"
+            )
+        end = block.end
+    for block in model.blocks:
+        _check_block(model, block)
+
+
+def _check_block(model: ModelSpec, block: BlockSpec) -> None:
+    where, mine = f"model {model.name}: block {block.name}", set(block.weights)
+    if any(segment.layer != block.layer for segment in block.sliced_segments):
+        raise SpecError(f"{where}: prepare, compute and finish are not of its layer {block.layer}")
+    lacking = [name for name in block.weights if name not in block.compute.reads]
+    if lacking:
+        raise SpecError(f"{where}: {block.compute.path} does not read its weights {lacking}")
+    around = [*model.segments[: block.begin], *model.segments[block.end :], *model.folds]
+    sliced = [one for other in model.blocks for one in other.sliced_segments if one != block.compute]
+    for segment in (*around, *sliced):
+        shared = mine.intersection(segment.reads)
+        if shared:
+            raise SpecError(
+                f"{where} slices {sorted(shared)}, which {segment.path} reads as a whole: a block's weights are "
+                "read by its own segments alone"
+            )
 
 
 def _check_sizes(what: str, values: object) -> None:
