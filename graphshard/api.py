@@ -78,8 +78,8 @@ def compile(  # the field's verb, as in torch.compile; always used as graphshard
     shapes = [StepShape(*size) if isinstance(size, tuple) else StepShape(size) for size in capture_sizes]
     with agree_on_device(group, device) as agreed:
         shards = open_shards(group, checkpoint, model.spec)
-        request = PlanRequest(plan, choices, hardware, shapes, saved=None if shards is None else shards.manifest)
-        compiled, limits["borrowed"] = group.agree("plan", lambda: _planned(model, group, agreed, request, borrow))
+        asked = PlanRequest(plan, choices, hardware, shapes, saved=None if shards is None else shards.manifest)
+        compiled, limits["borrowed"] = group.agree("plan", lambda: _plan(model, group, agreed, asked, borrow, device))
         with _filler(group, compiled, shards, checkpoint, recipes, ignore, on_load) as (filler, more):
             limits |= more
             return _captured(build_runtime(compiled, model, filler, group, device, agreed=agreed, **limits), shapes)
@@ -202,12 +202,12 @@ def _attachable(device: Device) -> Device:
     return device
 
 
-def _planned(
-    model: SegmentedModel, group: Group, agreed: Agreed, request: PlanRequest, lender: Runtime | None
+def _plan(
+    model: SegmentedModel, group: Group, agreed: Agreed, asked: PlanRequest, lender: Runtime | None, device: Device
 ) -> tuple[Compiled, Borrowed]:
-    """What is decided before anything is reserved, and what lies in `lender`'s memory already."""
+    """What is decided before anything is reserved, and what lies in a lender's memory on the device already."""
     spec = model.spec()
-    return compile_request(spec, group, agreed, request), borrow_weights(spec, lender)
+    return compile_request(spec, group, agreed, asked), borrow_weights(spec, lender, device)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from graphshard.core.counts import some_of
 from graphshard.core.errors import SpecError
 from graphshard.core.specs import ModelSpec, WeightSpec
 from graphshard.core.text import digest_of
+from graphshard.device.base import Device
 
 if TYPE_CHECKING:
     from graphshard.runtime.runtime import Runtime
@@ -42,11 +43,12 @@ class Borrowed:
         return {"lender": digest_of(f"{self.lender.model.digest} {self.lender.plan.digest}")}
 
 
-def borrow_weights(model: ModelSpec, lender: Runtime | None) -> Borrowed:
-    """Find what `model` borrows in `lender`'s memory. Local.
+def borrow_weights(model: ModelSpec, lender: Runtime | None, device: Device) -> Borrowed:
+    """Find what `model`, which computes on `device`, borrows in `lender`'s memory. Local.
 
     Raises:
-        SpecError: there is no lender; or it lacks a weight, shards it, or has it with another dtype, shape or strides.
+        SpecError: there is no lender; or it lacks a weight, shards it, has it with another dtype, shape or strides, or
+            on another device.
         ProgramError: the lender is closed.
     """
     if not model.borrowed:
@@ -57,7 +59,15 @@ def borrow_weights(model: ModelSpec, lender: Runtime | None) -> Borrowed:
             "graphshard.compile(draft, group, borrow=target)"
         )
     lender.check_open()
-    return Borrowed(lender, {name: _lent(lender, model, model.weight(name)) for name in model.borrowed})
+    found = {name: _lent(lender, model, model.weight(name)) for name in model.borrowed}
+    for name, lent in found.items():
+        is_here = lent.is_cpu if device.driver.is_host else lent.device == torch.device(device.name)
+        if not is_here:
+            raise SpecError(
+                f"model {model.name} computes on {device.name} and borrows {name}, which {lender.model.name} has on "
+                f"{lent.device}: compile both on one device"
+            )
+    return Borrowed(lender, found)
 
 
 def _lent(lender: Runtime, model: ModelSpec, asked: WeightSpec) -> Tensor:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,8 +17,10 @@ from ranks import run_on_ranks, try_on_ranks
 
 from graphshard.comm.group import Group, LocalGroup
 from graphshard.core.errors import CommError, LoadError, ProgramError, SpecError
+from graphshard.device.base import Device
 from graphshard.load.recipe import Read
 from graphshard.runtime.bind import Hooks
+from graphshard.runtime.borrowing import borrow_weights
 from graphshard.runtime.runtime import Runtime
 from graphshard.runtime.update.updating import STAGES
 from graphshard.runtime.weights.whole import whole_weight
@@ -152,6 +155,15 @@ def test_what_cannot_be_borrowed_is_refused_by_name() -> None:
     with compiled(group, LendingModel(num_bytes=701)) as lender:
         assert "borrows embed as uint8[700], and target has it as uint8[701]" in refused(draft, lender)
     assert "this runtime is closed" in refused(draft, lender)
+
+
+def test_weights_on_another_device_are_refused_by_name() -> None:
+    gpu = cast("Device", SimpleNamespace(name="cuda:1", driver=SimpleNamespace(is_host=False)))
+    target = LendingModel()
+    with compiled(LocalGroup(1)[0], target) as lender, pytest.raises(SpecError) as caught:
+        borrow_weights(DraftModel(target).spec(), lender, gpu)
+    text = "computes on cuda:1 and borrows embed, which target has on cpu: compile both on one device"
+    assert text in str(caught.value)
 
 
 def borrow_unlike(group: Group) -> None:
