@@ -17,6 +17,7 @@ from lockstep_programs import outcome
 from speculative_rig import DRAFT_LAYERS, Pair, Recorder, traced, words
 
 import graphshard
+from graphshard._core import DriverError
 from graphshard.comm.group import Group
 from graphshard.core.errors import DeviceError, GraphshardError
 from graphshard.core.specs import StepShape
@@ -281,6 +282,32 @@ def never_call(group: Group, transport: str, missing: int, limit_s: float) -> di
         refused = [outcome(lambda r=runtime: r.run(1))[0] for runtime in pair.runtimes().values()]
         group.barrier("all were told")
     return {"told": told, "refused": refused, "wrong": wrong}
+
+
+def refuse_a_launch(group: Group, transport: str, what: str) -> dict[str, Any]:
+    """Rank 1's driver refuses to launch the target or the draft of the third step."""
+    with Pair(group, transport, timeout_s=60.0) as pair:
+        wrong = [line for _ in range(2) for line in pair.step()]
+        runtime = pair.runtimes()[what]
+        issue = runtime.issue
+
+        def refuse(what: str, launch: Any) -> None:
+            del launch
+            issue(what, raise_driver_error)
+
+        if group.rank == 1:
+            runtime.issue = refuse  # type: ignore[method-assign]
+        try:
+            told = outcome(lambda: [pair.step() for _ in range(2)])
+        except DriverError as error:
+            told = [str(error), 0.0]
+        refused = [outcome(lambda r=runtime: r.prefetch(1))[0] for runtime in pair.runtimes().values()]
+        group.barrier("all were told")
+    return {"told": told, "refused": refused, "wrong": wrong}
+
+
+def raise_driver_error() -> None:
+    raise DriverError("cuGraphLaunch failed: out of luck")
 
 
 def die(group: Group, transport: str, when: str) -> dict[str, Any]:

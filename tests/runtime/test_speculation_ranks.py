@@ -200,6 +200,15 @@ def test_a_rank_that_makes_no_call_is_named_on_all(missing: int) -> None:
         assert all("communicator is broken" in text for text in one["refused"])
 
 
+@pytest.mark.parametrize("what", ["draft", "target"])
+def test_a_refused_launch_is_every_ranks_error(what: str) -> None:
+    """With the first cause, and at once: nobody waits out a limit, in either communicator."""
+    for one in run_on_ranks(programs.refuse_a_launch, 3, "nccl", what):
+        assert "rank 1 could not issue" in one["told"][0] and "cuGraphLaunch failed: out of luck" in one["told"][0]
+        assert one["told"][1] < SOON_S and one["wrong"] == []
+        assert all("rank 1 could not issue" in text for text in one["refused"])
+
+
 def test_under_pull_a_rank_that_makes_no_call_delays_nobody() -> None:
     for one in run_on_ranks(programs.never_call, 3, "pull", 1, 2.0):
         assert one["told"][0] == "" and one["wrong"] == [] and one["refused"] == ["", ""]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import speculative_programs as programs
+import torch
 from byte_model import ByteModel, self_naming
 from byte_steps import compile_bytes
 from fault_tools import InThread, until
@@ -21,6 +22,7 @@ from graphshard.comm.group import Group
 from graphshard.core.specs import ModelSpec, SegmentSpec, WeightSpec
 from graphshard.runtime.bind import Hooks
 from graphshard.runtime.model import Segment, StepState
+from graphshard.runtime.runtime import Runtime
 
 
 @pytest.mark.parametrize(
@@ -128,13 +130,18 @@ class Borrower(ByteModel):
         return [key for key, seen in outputs.items() if bool((seen != truth[key.split(":")[1]]).any())]
 
 
-def update_shared(group: Group, transport: str, run: str) -> dict[str, Any]:
+def shared_pair(group: Group, transport: str) -> tuple[Runtime, Runtime, FoldModel, Borrower]:
+    """A target, and a draft that borrows what the target's fold reads."""
     target = FoldModel(TARGET_LAYERS, name="target")
-    shared = target.weights[-1]
-    draft = Borrower(DRAFT_LAYERS, shared)
+    draft = Borrower(DRAFT_LAYERS, target.weights[-1])
     choices = {"units": "layer", "prefetch_depth": 1, "transport": transport, "timeout_s": 20.0}
     lender = compile_bytes(group, target, **choices)
-    borrower = compile_bytes(group, draft, borrow=lender, head="outside", **choices)
+    return lender, compile_bytes(group, draft, borrow=lender, head="outside", **choices), target, draft
+
+
+def update_shared(group: Group, transport: str, run: str) -> dict[str, Any]:
+    lender, borrower, target, draft = shared_pair(group, transport)
+    shared = draft.shared
     found = {"wrong": []}
     with graphshard.speculate(lender, borrower, run=run) as spec:
 
@@ -162,3 +169,40 @@ def update_shared(group: Group, transport: str, run: str) -> dict[str, Any]:
 def test_a_weight_that_both_read_is_updated_once(transport: str, run: str) -> None:
     for found in run_on_ranks(update_shared, 2, transport, run):
         assert found["wrong"] == []
+
+
+def update_beside_steps(group: Group, run: str) -> dict[str, Any]:
+    """Another thread updates the target, ten times, while this one steps; a draft run reads one version throughout."""
+    lender, borrower, target, draft = shared_pair(group, "pull")
+    mixed: list[str] = []
+    with graphshard.speculate(lender, borrower, run=run) as spec:
+        step = spec.graph(1)
+
+        def update_often() -> None:
+            for version in range(1, 11):
+                spec.update(target=target.tensors(version))
+
+        updating, num_steps = InThread(update_often), 0
+        while updating.is_alive() or num_steps < 20:
+            num_steps += 1
+            for tensor in step.draft().outputs.values():
+                tensor.zero_()
+            step.propose()
+            embed, head = (step.draft().outputs[f"{path}:{draft.shared.name}"] for path in ("embed", "head"))
+            if not torch.equal(embed, head):
+                mixed.append(f"step {num_steps}: the head is of another version than the embedding")
+            step.verify()
+            step.commit()
+        updating.result()
+        step.propose()
+        wrong = draft.wrong_bytes(dict(step.draft().outputs), 0, 10)
+        step.verify()
+        step.commit()
+        wrong += target.wrong(step.target.outputs, 10)
+    return {"mixed": mixed, "wrong": wrong}
+
+
+@pytest.mark.parametrize("run", ["graph", "eager"])
+def test_steps_go_on_beside_updates_of_what_both_read(run: str) -> None:
+    for found in run_on_ranks(update_beside_steps, 2, run):
+        assert found == {"mixed": [], "wrong": []}
