@@ -9,6 +9,9 @@ cache under a mask made from the positions, so what lies beyond a position has n
 Tokens must be within `[0, vocab_size)` and positions within `[0, cache_length)`. A captured step reads no value on the
 host, so nothing in it can refuse others; whoever writes the inputs checks them first, as `bench.decode` does.
 
+With `dual`, each layer's MLP is a block (`ModelSpec.blocks`), which may be gathered or computed in slices; down_proj is
+then stored [in, out], in every mode, and `recipes` make it of the checkpoint's.
+
 Prompts of unequal length in one step: repeat the first token at position 0 on the left. It writes the same key and
 value again, so the cache is right; its own logits are to be ignored.
 """
@@ -24,10 +27,12 @@ from torch import Tensor
 
 from graphshard.core.errors import SpecError
 from graphshard.core.specs import BufferRole, BufferSpec, ModelSpec, SegmentSpec, StepShape, WeightSpec
+from graphshard.load.recipe import Read, Recipe, Transpose
+from graphshard.models.blocks import add_product, mlp_block
 from graphshard.models.config import DEFAULT_CACHE_LENGTH, LlamaConfig, load_llama_config
 from graphshard.models.rope import rotate_, rotations
 from graphshard.models.taps import check_taps, tapped, taps_buffer
-from graphshard.runtime.model import Segment, StepState
+from graphshard.runtime.model import Block, Segment, StepState
 
 
 class Llama:
@@ -40,11 +45,13 @@ class Llama:
         cache_length: int = DEFAULT_CACHE_LENGTH,
         *,
         taps: Sequence[int] = (),
+        dual: bool = False,
     ) -> None:
         """Caches are `[max_batch_size, kv heads, cache_length, head_dim]`, two a layer.
 
         `taps` are layers after which the residual stream is an output too, side by side in `taps`
-        `[batch, t, len(taps) * hidden]`: what a draft may want to see.
+        `[batch, t, len(taps) * hidden]`: what a draft may want to see. `dual` makes a block of each MLP, and turns the
+        orientation in which down_proj is stored: load it by `recipes`.
 
         Raises:
             SpecError: `cache_length` or `max_batch_size` is out of range, or a tap is no layer.
@@ -60,21 +67,35 @@ class Llama:
         self.max_batch_size = max_batch_size
         self.cache_length = cache_length
         self.taps = tuple(taps)
+        self.is_dual = dual
         self._weights: dict[str, WeightSpec] = {}
-        self._segments = (
-            self._embed(),
-            *(segment for layer in range(config.num_layers) for segment in self._layer(layer)),
-            self._head(),
-        )
+        self._blocks: list[Block] = []
+        segments = [self._embed()]
+        for layer in range(config.num_layers):
+            segments += self._layer(layer)
+            if dual:
+                self._blocks.append(self._block(layer, end=len(segments)))
+        self._segments = (*segments, self._head())
 
     @property
     def segments(self) -> tuple[Segment, ...]:
         """In the order of a step."""
         return self._segments
 
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """Each layer's MLP, of a `dual` model."""
+        return tuple(self._blocks)
+
+    @property
+    def recipes(self) -> dict[str, Recipe]:
+        """How weights are made that are not stored as a checkpoint has them."""
+        return {down: Transpose(Read(down)) for block in self._blocks for down in block.spec.rows}
+
     def spec(self) -> ModelSpec:
         """Weights in the order in which a step first reads them."""
-        return ModelSpec("llama", tuple(self._weights.values()), tuple(segment.spec for segment in self._segments))
+        segments, blocks = (tuple(one.spec for one in some) for some in (self._segments, self._blocks))
+        return ModelSpec("llama", tuple(self._weights.values()), segments, blocks=blocks)
 
     @property
     def redundant_tensors(self) -> tuple[str, ...]:
@@ -152,6 +173,17 @@ class Llama:
 
         return Segment(SegmentSpec("embed", None, (weight,)), run)
 
+    def _mlp(self, layer: int) -> tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+        """Names of a layer's second norm, gate, up and down, each with its bias if it has one."""
+        c, path = self.config, f"model.layers.{layer}"
+        inner, outer, bias = c.intermediate_size, c.hidden_size, c.mlp_bias
+        norm = self._weight(f"{path}.post_attention_layernorm.weight", outer)
+        gate, up = (self._linear(f"{path}.mlp.{name}", inner, outer, bias) for name in ("gate_proj", "up_proj"))
+        if not self.is_dual:
+            return norm, gate, up, self._linear(f"{path}.mlp.down_proj", outer, inner, bias)
+        down = self._weight(f"{path}.mlp.down_proj.weight", inner, outer)
+        return norm, gate, up, (down, self._weight(f"{path}.mlp.down_proj.bias", outer)) if bias else (down,)
+
     def _layer(self, layer: int) -> tuple[Segment, ...]:
         c, path = self.config, f"model.layers.{layer}"
         q_size, kv_size = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
@@ -159,26 +191,54 @@ class Llama:
         def attention(name: str, out_features: int, in_features: int) -> tuple[str, ...]:
             return self._linear(f"{path}.self_attn.{name}", out_features, in_features, c.attention_bias)
 
-        def mlp(name: str, out_features: int, in_features: int) -> tuple[str, ...]:
-            return self._linear(f"{path}.mlp.{name}", out_features, in_features, c.mlp_bias)
-
         def segment(name: str, reads: tuple[str, ...], run: Callable[[StepState], None]) -> Segment:
             return Segment(SegmentSpec(name, layer, reads), run)
 
         input_norm = self._weight(f"{path}.input_layernorm.weight", c.hidden_size)
         q, k = attention("q_proj", q_size, c.hidden_size), attention("k_proj", kv_size, c.hidden_size)
         v, o = attention("v_proj", kv_size, c.hidden_size), attention("o_proj", c.hidden_size, q_size)
-        post_norm = self._weight(f"{path}.post_attention_layernorm.weight", c.hidden_size)
-        gate, up = (mlp(name, c.intermediate_size, c.hidden_size) for name in ("gate_proj", "up_proj"))
-        down = mlp("down_proj", c.hidden_size, c.intermediate_size)
+        post_norm, gate, up, down = self._mlp(layer)
+        add_mlp = _add_dual_mlp(down) if self.is_dual else _add_mlp(down)
         return (
             segment("q_proj", (input_norm, *q), _norm_then_linear(input_norm, q, c.norm_eps, "queries")),
             segment("k_proj", k, lambda state: _linear(state, k, "normed", state.buffer("keys").flatten(1))),
             segment("v_proj", v, _write_cache(layer, v)),
             segment("o_proj", o, _attend(layer, o)),
             segment("gate_proj", (post_norm, *gate), _norm_then_linear(post_norm, gate, c.norm_eps, "mlp")),
-            segment("up_proj", up, _swiglu(up)),
-            segment("down_proj", down, tapped(layer, self.taps, _add_mlp(down))),
+            segment("up_proj", up, lambda state: _swiglu(state, up, "normed", state.buffer("mlp"))),
+            segment("down_proj", down, tapped(layer, self.taps, add_mlp)),
+        )
+
+    def _block(self, layer: int, end: int) -> Block:
+        """The MLP whose last segment ends at `end`. In slices, `mlp` holds fewer features of more tokens."""
+        norm, gate, up, down = self._mlp(layer)
+        eps = self.config.norm_eps
+
+        def activated(state: StepState, gathered: Tensor) -> Tensor:
+            mlp = state.buffer("mlp").view(len(gathered), -1)
+            _linear(state, gate, "tp.gathered", mlp)
+            _swiglu(state, up, "tp.gathered", mlp)
+            return mlp
+
+        def add_bias(state: StepState) -> None:
+            for bias in down[1:]:
+                state.buffer("hidden").add_(state.weight(bias))
+
+        return mlp_block(
+            f"layers.{layer}.mlp",
+            layer,
+            end - 3,
+            end,
+            label="mlp_",
+            columns=(*gate, *up),
+            down=down[0],
+            hidden_size=self.config.hidden_size,
+            dtype=self.config.dtype,
+            source=lambda state: _normed(state, norm, eps),
+            source_reads=(norm,),
+            activated=activated,
+            after=tapped(layer, self.taps, add_bias),
+            after_reads=down[1:],
         )
 
     def _head(self) -> Segment:
@@ -189,28 +249,35 @@ class Llama:
         return Segment(SegmentSpec("head", None, (norm, *head)), _norm_then_linear(norm, head, c.norm_eps, "logits"))
 
 
-def load_llama(path: str | Path, max_batch_size: int, cache_length: int = DEFAULT_CACHE_LENGTH) -> Llama:
-    """The model whose config.json lies in the folder `path`; its weights are not read.
+def load_llama(
+    path: str | Path, max_batch_size: int, cache_length: int = DEFAULT_CACHE_LENGTH, *, dual: bool = False
+) -> Llama:
+    """The model whose config.json lies in the folder `path`; its weights are not read (see `Llama.recipes`).
 
     Raises:
         SpecError: the config is missing, malformed or not supported.
     """
-    return Llama(load_llama_config(Path(path)), max_batch_size, cache_length)
+    return Llama(load_llama_config(Path(path)), max_batch_size, cache_length, dual=dual)
 
 
 def random_llama(
-    config: LlamaConfig, seed: int = 0, max_batch_size: int = 4, cache_length: int = DEFAULT_CACHE_LENGTH
+    config: LlamaConfig,
+    seed: int = 0,
+    max_batch_size: int = 4,
+    cache_length: int = DEFAULT_CACHE_LENGTH,
+    *,
+    dual: bool = False,
 ) -> tuple[Llama, dict[str, Tensor]]:
-    """A model and random weights for it, the same for the same seed on every machine."""
-    model = Llama(config, max_batch_size, cache_length)
+    """A model and random weights for it, the same for the same seed on every machine, `dual` or not."""
+    model = Llama(config, max_batch_size, cache_length, dual=dual)
     generator = torch.Generator().manual_seed(seed)
     weights = {}
-    for spec in model.spec().weights:
+    for spec in Llama(config, 1, cache_length).spec().weights:
         values = torch.randn(spec.shape, generator=generator)
         is_norm = spec.name.endswith("norm.weight")
         scaled = 1 + values / 10 if is_norm else values / spec.shape[-1] ** 0.5
         weights[spec.name] = scaled.to(getattr(torch, spec.dtype))
-    return model, weights
+    return model, weights | {name: weights[name].t().contiguous() for name in model.recipes}
 
 
 def _linear(state: StepState, names: tuple[str, ...], source: str, out: Tensor) -> None:
@@ -233,13 +300,28 @@ def _add_mlp(names: tuple[str, ...]) -> Callable[[StepState], None]:
     return lambda state: _add_linear(state, names, state.buffer("mlp"))
 
 
-def _norm_then_linear(norm: str, names: tuple[str, ...], eps: float, target: str) -> Callable[[StepState], None]:
+def _add_dual_mlp(names: tuple[str, ...]) -> Callable[[StepState], None]:
+    """The same where the weight is [in, out]."""
+
     def run(state: StepState) -> None:
-        normed, hidden = state.buffer("normed"), state.buffer("hidden")
-        normed.copy_(F.rms_norm(hidden, hidden.shape[-1:], state.weight(norm), eps))
-        _linear(state, names, "normed", state.buffer(target).view(len(hidden), -1))
+        add_product(state, state.buffer("mlp"), names[0])
+        for bias in names[1:]:
+            state.buffer("hidden").add_(state.weight(bias))
 
     return run
+
+
+def _norm_then_linear(norm: str, names: tuple[str, ...], eps: float, target: str) -> Callable[[StepState], None]:
+    def run(state: StepState) -> None:
+        normed = state.buffer("normed").copy_(_normed(state, norm, eps))
+        _linear(state, names, "normed", state.buffer(target).view(len(normed), -1))
+
+    return run
+
+
+def _normed(state: StepState, norm: str, eps: float) -> Tensor:
+    hidden = state.buffer("hidden")
+    return F.rms_norm(hidden, hidden.shape[-1:], state.weight(norm), eps)
 
 
 def _write_cache(layer: int, names: tuple[str, ...]) -> Callable[[StepState], None]:
@@ -274,13 +356,8 @@ def _attend(layer: int, names: tuple[str, ...]) -> Callable[[StepState], None]:
     return run
 
 
-def _swiglu(names: tuple[str, ...]) -> Callable[[StepState], None]:
-    """`mlp = silu(mlp) * up`."""
-
-    def run(state: StepState) -> None:
-        mlp = state.buffer("mlp")
-        up = torch.empty_like(mlp)
-        _linear(state, names, "normed", up)
-        F.silu(mlp, inplace=True).mul_(up)
-
-    return run
+def _swiglu(state: StepState, names: tuple[str, ...], source: str, mlp: Tensor) -> None:
+    """`mlp = silu(mlp) * up(source)`."""
+    up = torch.empty_like(mlp)
+    _linear(state, names, source, up)
+    F.silu(mlp, inplace=True).mul_(up)

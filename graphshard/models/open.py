@@ -51,11 +51,13 @@ def open_model(
     ring: int = 0,
     compact_ring: bool = False,
     taps: Sequence[int] = (),
+    dual: bool = False,
 ) -> OpenedModel:
     """The model in `folder`; of its checkpoint only the names are read, and those of a Kimi K3 alone.
 
     `ring`: tokens of a step that may be taken back, see `KimiK3`. A Llama's caches take back any number as they are: it
     has neither ring nor fold, whatever is asked for. `taps`: layers after which the residual stream is an output.
+    `dual`: the MLPs of a Llama, the shared experts of a Kimi K3 are blocks, and the recipes turn their down_proj round.
 
     Raises:
         SpecError: the config is missing, malformed or not supported; `cache_length`, `ring` or `taps` do not fit it.
@@ -65,16 +67,16 @@ def open_model(
     if isinstance(config, LlamaConfig):
         from graphshard.models.llama import Llama  # imports torch
 
-        llama = Llama(config, max_batch_size, cache_length, taps=taps)
-        return OpenedModel(llama, {}, llama.redundant_tensors)
+        llama = Llama(config, max_batch_size, cache_length, taps=taps, dual=dual)
+        return OpenedModel(llama, llama.recipes, llama.redundant_tensors)
     from graphshard.models.kimi_k3.model import KimiK3  # imports torch
     from graphshard.models.kimi_k3.recipes import kimi_k3_recipes
 
-    model = KimiK3(config, max_batch_size, cache_length, ring=ring, compact_ring=compact_ring, taps=taps)
+    model = KimiK3(config, max_batch_size, cache_length, ring=ring, compact_ring=compact_ring, taps=taps, dual=dual)
     return OpenedModel(model, kimi_k3_recipes(model, Checkpoint(Path(folder)).entries), ())
 
 
-def open_spec_model(folder: str | Path) -> SegmentedModel:
+def open_spec_model(folder: str | Path, *, dual: bool = False) -> SegmentedModel:
     """The model in `folder` for one sequence, to be looked at: nothing but its config is read.
 
     Raises:
@@ -84,7 +86,7 @@ def open_spec_model(folder: str | Path) -> SegmentedModel:
     if isinstance(config, LlamaConfig):
         from graphshard.models.llama import Llama  # imports torch
 
-        return Llama(config, max_batch_size=1)
+        return Llama(config, max_batch_size=1, dual=dual)
     from graphshard.models.kimi_k3.model import KimiK3  # imports torch
 
-    return KimiK3(config, max_batch_size=1)
+    return KimiK3(config, max_batch_size=1, dual=dual)

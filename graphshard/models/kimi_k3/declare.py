@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from graphshard.core.specs import BufferSpec, KeptWeight, ModelSpec, SegmentSpec, StepShape, WeightSpec
+from graphshard.models.blocks import add_product
 from graphshard.models.kimi_k3.config import KimiK3ModelConfig
 from graphshard.models.specs.replicated import SMALL
-from graphshard.runtime.model import Segment, StepState
+from graphshard.runtime.model import Block, Segment, StepState
 
 Source = Callable[[StepState], Tensor]
 """Makes what a gemm reads."""
@@ -33,6 +34,9 @@ class Declarations:
     def __init__(self, config: KimiK3ModelConfig, is_fused: bool) -> None:
         self.config = config
         self.segments: list[Segment] = []
+        self.blocks: list[Block] = []
+        self.transposed: set[str] = set()
+        """Weights that are stored [in, out]; the pieces they are made of are [out, in]."""
         self._is_fused = is_fused
         self._weights: dict[str, WeightSpec] = {}
         self._pieces: dict[str, Pieces] = {}
@@ -54,11 +58,11 @@ class Declarations:
     def spec(self, name: str, folds: Sequence[Segment] = ()) -> ModelSpec:
         """The model so far, with `folds` between its steps."""
         kept = tuple(KeptWeight(weight, reason) for weight, reason in self._kept.items())
-        segments = tuple(segment.spec for segment in self.segments)
-        return ModelSpec(name, tuple(self._weights.values()), segments, kept, tuple(fold.spec for fold in folds))
+        segments, folded, blocks = (tuple(one.spec for one in some) for some in (self.segments, folds, self.blocks))
+        return ModelSpec(name, tuple(self._weights.values()), segments, kept, folded, blocks=blocks)
 
     def pieces(self) -> dict[str, tuple[WeightSpec, ...]]:
-        """The published tensors of which each weight is made, one after the other in bytes."""
+        """The published tensors of which each weight is made, one after the other in bytes (or see `transposed`)."""
         return {
             name: tuple(self._pieces[name]()) if name in self._pieces else (spec,)
             for name, spec in self._weights.items()
@@ -111,10 +115,15 @@ class Declarations:
         self._declare(spec, keep)
         if pieces is not None:
             self._pieces[spec.name] = pieces
-        where = self._block.removeprefix(f"model.layers.{self._layer}").removeprefix("model").strip(".")
-        label = f"{where}.{name}" if where else name
+        label = f"{self.label}{name}"
         self.segments.append(Segment(SegmentSpec(label, self._layer, (*self._waiting, spec.name)), run))
         self._waiting.clear()
+
+    @property
+    def label(self) -> str:
+        """What names of segments here begin with: the place inside the layer, and a dot; or nothing."""
+        where = self._block.removeprefix(f"model.layers.{self._layer}").removeprefix("model").strip(".")
+        return f"{where}." if where else ""
 
     def project(
         self,
@@ -126,13 +135,15 @@ class Declarations:
         *,
         before: Work | None = None,
         keep: str = "",
+        is_apart: bool = False,
     ) -> None:
         """Projections of one input, by name with their out_features; fused they are one weight, called `name`.
 
         Their results stand side by side in the activation `target`. `before` runs in the first of their segments.
+        Those that are `is_apart` are never fused.
         """
         self.activation(target, sum(rows.values()))
-        held = [(name, rows)] if self._is_fused else [(one, {one: out}) for one, out in rows.items()]
+        held = [(name, rows)] if self._is_fused and not is_apart else [(one, {one: out}) for one, out in rows.items()]
         column = 0
         for weight, inside in held:
             height = sum(inside.values())
@@ -151,6 +162,21 @@ class Declarations:
         """A projection whose result is added to the residual."""
         weight = f"{name}.weight"
         self.read(name, weight, (out_features, in_features), _accumulate(self.name_of(weight), source), keep=keep)
+
+    def add_transposed(self, name: str, out_features: int, in_features: int, source: Source) -> str:
+        """The same where the weight is stored [in, out]; its full name."""
+        weight = f"{name}.weight"
+        full = self.name_of(weight)
+        published = WeightSpec(full, (out_features, in_features), self.config.dtype)
+        self.transposed.add(full)
+        self.read(
+            name,
+            weight,
+            (in_features, out_features),
+            lambda state: add_product(state, source(state), full),
+            pieces=lambda: (published,),
+        )
+        return full
 
     def then(self, work: Work) -> None:
         """Let the segment that was declared last do `work` too, at its end."""

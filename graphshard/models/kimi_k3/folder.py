@@ -26,6 +26,7 @@ def load_kimi_k3(
     ring: int = 0,
     compact_ring: bool = False,
     taps: Sequence[int] = (),
+    dual: bool = False,
 ) -> KimiK3:
     """The model whose config.json lies in the folder `path`; its weights are not read (see `kimi_k3_recipes`).
 
@@ -33,7 +34,9 @@ def load_kimi_k3(
         SpecError: the config is missing, malformed or not supported.
     """
     config = load_kimi_k3_config(Path(path))
-    return KimiK3(config, max_batch_size, cache_length, fused=fused, ring=ring, compact_ring=compact_ring, taps=taps)
+    return KimiK3(
+        config, max_batch_size, cache_length, fused=fused, ring=ring, compact_ring=compact_ring, taps=taps, dual=dual
+    )
 
 
 def random_kimi_k3(
@@ -46,9 +49,12 @@ def random_kimi_k3(
     ring: int = 0,
     compact_ring: bool = False,
     taps: Sequence[int] = (),
+    dual: bool = False,
 ) -> tuple[KimiK3, dict[str, Tensor]]:
-    """A model and random weights for it: the same for the same seed on every machine, fused or not."""
-    model = KimiK3(config, max_batch_size, cache_length, fused=fused, ring=ring, compact_ring=compact_ring, taps=taps)
+    """A model and random weights for it: the same for the same seed on every machine, fused or not, dual or not."""
+    model = KimiK3(
+        config, max_batch_size, cache_length, fused=fused, ring=ring, compact_ring=compact_ring, taps=taps, dual=dual
+    )
     return model, joined_tensors(model, random_pieces(config, seed))
 
 
@@ -65,11 +71,13 @@ def random_pieces(config: KimiK3ModelConfig, seed: int = 0) -> dict[str, Tensor]
 
 def joined_tensors(model: KimiK3, pieces: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The weights of `model` from tensors under their published names."""
-    made_of = model.pieces
-    return {
-        weight.name: torch.cat([pieces[piece.name] for piece in made_of[weight.name]]).view(weight.shape)
-        for weight in model.spec().weights
-    }
+    made_of, transposed = model.pieces, model.transposed
+
+    def whole(weight: WeightSpec) -> Tensor:
+        rows = torch.cat([pieces[piece.name] for piece in made_of[weight.name]])
+        return (rows.t().contiguous() if weight.name in transposed else rows).view(weight.shape)
+
+    return {weight.name: whole(weight) for weight in model.spec().weights}
 
 
 def published_tensors(config: KimiK3ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -104,7 +112,8 @@ def save_kimi_k3(
     Args:
         folder: where.
         config: of the model.
-        tensors: its weights, in any form that `published_tensors` knows.
+        tensors: its weights, in any form that `published_tensors` knows (a dual model's are in none of them: give the
+            pieces that they were made of).
         fused: write weights as servers hold them, instead of as published.
 
     Raises:

@@ -39,7 +39,7 @@ from graphshard.models.kimi_k3.mla import declare_mla
 from graphshard.models.kimi_k3.moe import declare_dense, declare_moe
 from graphshard.models.kimi_k3.ring import Ring, check_ring
 from graphshard.models.taps import check_taps, tapped, taps_buffer
-from graphshard.runtime.model import Segment, StepState
+from graphshard.runtime.model import Block, Segment, StepState
 
 
 class KimiK3:
@@ -55,6 +55,7 @@ class KimiK3:
         ring: int = 0,
         compact_ring: bool = False,
         taps: Sequence[int] = (),
+        dual: bool = False,
     ) -> None:
         """Caches are for `max_batch_size` sequences of `cache_length` positions.
 
@@ -63,6 +64,9 @@ class KimiK3:
 
         With a `ring`, steps of up to so many tokens change no KDA state: `commit_fold` does, by the tokens `accepted`.
         A `compact_ring` is smaller, and its fold reads f_b too.
+
+        `dual` makes a block of each layer's shared experts: their gate and up are weights of their own then, fused or
+        not, and their down_proj is stored [in, out], see `transposed`.
 
         Raises:
             SpecError: `cache_length`, `max_batch_size`, `ring` or `taps` are out of range.
@@ -80,6 +84,7 @@ class KimiK3:
         self.cache_length = cache_length
         self.is_fused = fused
         self.taps = tuple(taps)
+        self.is_dual = dual
         self._declared = Declarations(config, fused)
         self._ring: Ring | None = None
         self._declare(ring, compact_ring)
@@ -95,13 +100,23 @@ class KimiK3:
         return () if self._ring is None else (self._ring.fold(),)
 
     @property
+    def blocks(self) -> tuple[Block, ...]:
+        """The shared experts of each layer, of a `dual` model."""
+        return tuple(self._declared.blocks)
+
+    @property
+    def transposed(self) -> frozenset[str]:
+        """Weights that are stored [in, out], made of a published tensor that is [out, in]."""
+        return frozenset(self._declared.transposed)
+
+    @property
     def ring(self) -> int:
         """The most tokens of a step that can be taken back; 0: none."""
         return 0 if self._ring is None else self._ring.length
 
     @property
     def pieces(self) -> dict[str, tuple[WeightSpec, ...]]:
-        """The published tensors of which each weight is made: one after the other, in bytes."""
+        """The published tensors of which each weight is made: one after the other, in bytes (or see `transposed`)."""
         return self._declared.pieces()
 
     def spec(self) -> ModelSpec:
@@ -175,7 +190,7 @@ class KimiK3:
         if layer < s.dense_layers:
             declare_dense(d, layer, post_norm)
         else:
-            declare_moe(d, layer, post_norm)
+            declare_moe(d, layer, post_norm, is_dual=self.is_dual, after=tapped(layer, self.taps, lambda state: None))
 
     def _embed(self, weight: str) -> Work:
         length = self.cache_length

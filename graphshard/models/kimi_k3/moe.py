@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from graphshard.core.specs import WeightSpec
+from graphshard.models.blocks import mlp_block
 from graphshard.models.kimi_k3.config import KimiK3ModelConfig
 from graphshard.models.kimi_k3.declare import Declarations, Pieces, Source, Work, buffer, normalise, rms_norm
 from graphshard.models.kimi_k3.situ import situ
@@ -35,8 +36,13 @@ def declare_dense(d: Declarations, layer: int, post_norm: str) -> None:
     _declare_mlp(d, s.intermediate, "dense_gate_up", normalise(post_norm, c.norm_eps), DENSE)
 
 
-def declare_moe(d: Declarations, layer: int, post_norm: str) -> None:
-    """The experts of a layer: router, latent, routed experts, latent, shared experts."""
+def declare_moe(
+    d: Declarations, layer: int, post_norm: str, *, is_dual: bool = False, after: Work | None = None
+) -> None:
+    """The experts of a layer: router, latent, routed experts, latent, shared experts; these as a block if `is_dual`.
+
+    `after` is the work that ends a layer whose shared experts run as slices.
+    """
     c, s = d.config, d.config.sizes
     block = f"model.layers.{layer}.block_sparse_moe"
     d.at(layer, block)
@@ -54,7 +60,10 @@ def declare_moe(d: Declarations, layer: int, post_norm: str) -> None:
     norm = d.norm("routed_expert_norm.weight", s.latent)
     d.add("routed_expert_up_proj", s.hidden, s.latent, _normed_routed(norm, c.norm_eps))
     d.at(layer, f"{block}.shared_experts")
-    _declare_mlp(d, s.shared, "shared_gate_up", None, "")
+    if is_dual:
+        _declare_dual_mlp(d, layer, after)
+    else:
+        _declare_mlp(d, s.shared, "shared_gate_up", None, "")
 
 
 def _declare_mlp(d: Declarations, width: int, target: str, before: Work | None, keep: str) -> None:
@@ -62,6 +71,38 @@ def _declare_mlp(d: Declarations, width: int, target: str, before: Work | None, 
     rows = {"gate_proj": width, "up_proj": width}
     d.project("gate_up_proj", rows, hidden, buffer("normed"), target, before=before, keep=keep)
     d.add("down_proj", hidden, width, _activated(c, target), keep=keep)
+
+
+def _declare_dual_mlp(d: Declarations, layer: int, after: Work | None) -> None:
+    """The shared experts as a block. Gate and up stay apart: of a fused weight a range of rows is no slice of both."""
+    c, s, target = d.config, d.config.sizes, "shared_gate_up"
+    begin, rows = len(d.segments), {"gate_proj": s.shared, "up_proj": s.shared}
+    d.project("gate_up_proj", rows, s.hidden, buffer("normed"), target, is_apart=True)
+    down = d.add_transposed("down_proj", s.hidden, s.shared, _activated(c, target))
+    columns = tuple(d.name_of(f"{name}.weight") for name in rows)
+
+    def activated(state: StepState, gathered: Tensor) -> Tensor:
+        out = state.buffer(target).view(len(gathered), -1)  # fewer features of more tokens
+        for name, part in zip(columns, out.chunk(2, dim=1), strict=True):
+            torch.mm(gathered, state.weight(name).t(), out=part)
+        return situ(out, c.situ_beta, c.situ_linear_beta)
+
+    d.blocks.append(
+        mlp_block(
+            f"layers.{layer}.shared_experts",
+            layer,
+            begin,
+            len(d.segments),
+            label=d.label,
+            columns=columns,
+            down=down,
+            hidden_size=s.hidden,
+            dtype=c.dtype,
+            source=buffer("normed"),
+            activated=activated,
+            after=after,
+        )
+    )
 
 
 def _declare_experts(d: Declarations) -> None:

@@ -1,7 +1,8 @@
 """Recipes between the forms in which Kimi K3's weights are kept: fused, unfused, and as published.
 
 Published tensors are unfused, and routed experts stand alone there (`experts.7.w1.weight`). Fused weights are made of
-them, one after the other; unfused ones can be cut out of fused ones. All of it is a mapping of bytes.
+them, one after the other; unfused ones can be cut out of fused ones. All of it is a mapping of bytes, but for weights
+that a dual model stores the other way round.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Collection, Mapping
 
 from graphshard.core.errors import LoadError
 from graphshard.core.specs import WeightSpec
-from graphshard.load.recipe import Concat, Read, Recipe, Reinterpret, Slice
+from graphshard.load.recipe import Concat, Read, Recipe, Reinterpret, Slice, Transpose
 from graphshard.models.kimi_k3.model import KimiK3
 
 
@@ -21,12 +22,14 @@ def kimi_k3_recipes(model: KimiK3, tensors: Collection[str]) -> dict[str, Recipe
         LoadError: they are in neither form; it names weights that cannot be made.
     """
     fused = KimiK3(model.config, 1, 1, fused=True)
-    inside, made_of = _places(fused), model.pieces
+    inside, made_of, transposed = _places(fused), model.pieces, model.transposed
     recipes: dict[str, Recipe] = {}
     missing = []
     for weight in model.spec().weights:
         pieces = made_of[weight.name]
         if weight.name in tensors:
+            if weight.name in transposed:
+                recipes[weight.name] = Transpose(Read(weight.name))
             continue
         if all(piece.name in tensors for piece in pieces):
             recipes[weight.name] = joined(weight, pieces)
