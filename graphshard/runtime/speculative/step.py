@@ -85,7 +85,8 @@ class SpeculativeStep:
                  after that replay, beside whatever follows (`commit`), on a stream and, under transport nccl, a
                  communicator of its own. What is held or in flight is not gathered again: a step that skipped the
                  draft leaves what was prefetched before it.
-        Blocks:  as `StepGraph.replay` does; for the draft's replay, which has long ended, but never for its gather.
+        Blocks:  as `StepGraph.replay` does; with `run` graph under transport nccl until the draft's replay has ended,
+                 as in `propose`. Never for the draft's gather.
         Capture: no.
 
         Raises:
