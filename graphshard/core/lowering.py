@@ -12,11 +12,30 @@ event is an int, recorded exactly once in a list.
     wait_once   wait(ready) on compute
     gemm        compute
     record_gate record(gate) on compute
+    act_gather  flag(entry), await(entry), copies(tokens)            with one copy a gather: collective(all_gather)
+    reduce_scatter  flag(exit), await(exit), copies(partial), sum    with one copy a gather: collective(reduce_scatter)
 The list begins with a fork of every other stream from `compute` and ends with a join of every stream that is not yet
 an ancestor of `compute`'s last op. So a list run twice is ordered by `compute` alone, eager or captured.
 
 A program with faults is lowered too, as far as it goes: a wait for a gather that nobody launched becomes no call, a
 read of a unit that is nowhere gets slot -1. Saying so is the verifier's work.
+
+# Note [two barriers a block]
+Activations of a block lie at fixed addresses that peers read: `tp.tokens` and `tp.partial`, the same for every block.
+Each rank's compute stream does, block after block: prepare writes tokens; entry barrier; copy all ranks' tokens;
+compute writes partial; exit barrier; copy all ranks' partial of the own tokens; sum. With two barriers nothing is
+overwritten before all have read it:
+  tokens   are written again by the next block's prepare, behind this rank's exit barrier. A peer comes to that barrier
+           only after its copies of these tokens.
+  partial  is written again by the next block's compute, behind the next entry barrier. A peer comes to that one only
+           after its copies of this partial.
+And nothing is read before it is there: copies of tokens stand behind the entry barrier, which every rank comes to after
+its prepare; copies of partial behind the exit barrier, which every rank comes to after its compute. What the copies
+fill, and the sum, is read by this rank's own stream alone. The same holds over the border of two steps, whatever
+program the second one has: a block is whole within its step. Flags are those of `csrc/runtime/flags.h`: a rank writes a
+word at each peer, waits for the words of all peers, and resets them; entry and exit have words of their own, and a rank
+comes to the next entry only after an exit that each peer came to after it had reset the entry's word. All of it is on
+one stream, compute.
 """
 
 from __future__ import annotations
@@ -24,9 +43,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 from graphshard.core.errors import SpecError
-from graphshard.core.ops import AgLaunch, Gemm, Op, RecordGate, RecordOutputs, WaitOnce
+from graphshard.core.ops import ActGather, AgLaunch, Gemm, Op, RecordGate, RecordOutputs, ReduceScatter, WaitOnce
 from graphshard.core.program import Program
 from graphshard.core.text import digest_of, text_of
 
@@ -69,7 +89,7 @@ class CopyRun:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Segments `begin` to `end`; they read `(unit, slot)` pairs."""
+    """Segments `begin` to `end` (Note [segment numbers]); they read `(unit, slot)` pairs."""
 
     begin: int
     end: int
@@ -78,7 +98,64 @@ class Compute:
     op: int
 
 
-LoweredOp = Record | Wait | CopyRun | Compute
+Barrier = Literal["entry", "exit"]
+
+
+@dataclass(frozen=True, slots=True)
+class FlagWrite:
+    """Write this rank's flag of `barrier` at every peer, with a header that says which block it is about."""
+
+    barrier: Barrier
+    block: int
+    stream: str
+    op: int
+
+
+@dataclass(frozen=True, slots=True)
+class FlagWait:
+    """`stream` waits for every peer's flag of `barrier`, and resets them."""
+
+    barrier: Barrier
+    block: int
+    stream: str
+    op: int
+
+
+@dataclass(frozen=True, slots=True)
+class ActCopies:
+    """A copy from every rank, the own one too, into this rank's own memory.
+
+    tokens   all of each rank's `tp.tokens`, to `tp.gathered` in rank order
+    partial  the rows of this rank's tokens in each rank's `tp.partial`, to a place for each rank
+    """
+
+    what: Literal["tokens", "partial"]
+    block: int
+    stream: str
+    op: int
+
+
+@dataclass(frozen=True, slots=True)
+class ActSum:
+    """`tp.summed` = the copied partials, added in rank order: compute of the runtime's own."""
+
+    block: int
+    stream: str
+    op: int
+
+
+@dataclass(frozen=True, slots=True)
+class ActCollective:
+    """The same by a collective of a communicator: tokens to `tp.gathered`, or partial to `tp.summed`."""
+
+    kind: Literal["all_gather", "reduce_scatter"]
+    block: int
+    stream: str
+    op: int
+
+
+ActOp = FlagWrite | FlagWait | ActCopies | ActSum | ActCollective
+LoweredOp = Record | Wait | CopyRun | Compute | ActOp
 
 
 @dataclass(frozen=True)
@@ -142,7 +219,7 @@ class _Lowering:
     ) -> None:
         if num_copies < 1 or num_copy_streams < 1:
             raise SpecError(f"{num_copies} copies over {num_copy_streams} streams: both start at 1")
-        self.ops: list[Record | Wait | CopyRun | Compute] = []
+        self.ops: list[LoweredOp] = []
         self.num_events = 0
         self.outputs_event: int | None = None
         self.num_copies = num_copies
@@ -186,6 +263,9 @@ class _Lowering:
             self.gates[op.slot] = self.record(op.stream, index)
             if self.held.get(op.unit) == op.slot:
                 del self.held[op.unit]
+        elif isinstance(op, ActGather | ReduceScatter):
+            for act in act_ops(op, index, is_collective=self.num_copies == 1):
+                self.append(act)
         else:
             assert isinstance(op, RecordOutputs), op
             self.outputs_event = self.record(op.stream, index)
@@ -224,12 +304,24 @@ class _Lowering:
         for other, count in self.seen_by_event[event].items():
             seen[other] = max(seen[other], count)
 
-    def append(self, op: Record | Wait | CopyRun | Compute) -> None:
+    def append(self, op: LoweredOp) -> None:
         self.ops.append(op)
         self.seen[op.stream][op.stream] += 1
 
     def lowered(self, outputs_event: int) -> Lowered:
         return Lowered(tuple(self.ops), self.streams, self.num_events, outputs_event)
+
+
+def act_ops(op: ActGather | ReduceScatter, index: int, *, is_collective: bool) -> tuple[ActOp, ...]:
+    """What op `index` of a program becomes: flags and copies, or one collective where a gather is one, too."""
+    at = (op.block, op.stream, index)
+    if isinstance(op, ActGather):
+        if is_collective:
+            return (ActCollective("all_gather", *at),)
+        return FlagWrite("entry", *at), FlagWait("entry", *at), ActCopies("tokens", *at)
+    if is_collective:
+        return (ActCollective("reduce_scatter", *at),)
+    return FlagWrite("exit", *at), FlagWait("exit", *at), ActCopies("partial", *at), ActSum(*at)
 
 
 def _branches(num_copies: int, num_copy_streams: int, own_branch: bool) -> tuple[tuple[str, int, int], ...]:

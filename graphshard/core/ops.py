@@ -5,12 +5,19 @@ wait_once    unit=84 slot=0 stream=compute       the stream waits until the gath
 gemm         layer=12 segment=q_proj units=84 stream=compute begin=109 end=110
 record_gate  unit=84 slot=0 stream=compute       from here on the slot may be overwritten
 record_outputs stream=compute                    the step's outputs may be read (before a tail prefetch joins)
+act_gather   block=3 stream=compute              the tokens of all ranks come together, for block 3
+reduce_scatter block=3 stream=compute            the ranks' partial sums are added; each rank gets its own tokens back
+
+# Note [segment numbers]
+A `Gemm` counts the model's segments from 0, then its folds, then three for each of its blocks: prepare, compute and
+finish (`first_of_block`). In a program where a block is tensor-parallel (`Program.blocks`) these three stand in the
+place of the segments that the block covers.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from graphshard.core.text import name_text
 
@@ -83,4 +90,34 @@ class RecordOutputs:
         return f"record_outputs stream={self.stream}"
 
 
-Op = AgLaunch | WaitOnce | Gemm | RecordGate | RecordOutputs
+@dataclass(frozen=True, slots=True)
+class ActGather:
+    """Gather every rank's `tp.tokens` of block `block` into `tp.gathered`, in rank order. All ranks must take part."""
+
+    block: int
+    stream: StreamName = "compute"
+
+    def __str__(self) -> str:
+        return f"act_gather block={self.block} stream={self.stream}"
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceScatter:
+    """Add all ranks' `tp.partial` of block `block`, in rank order, for this rank's tokens: `tp.summed`.
+
+    All ranks must take part.
+    """
+
+    block: int
+    stream: StreamName = "compute"
+
+    def __str__(self) -> str:
+        return f"reduce_scatter block={self.block} stream={self.stream}"
+
+
+BlockPart = Literal["prepare", "compute", "finish"]
+BLOCK_PARTS: tuple[BlockPart, ...] = get_args(BlockPart)
+"""In the order in which they run; act_gather comes before compute, reduce_scatter after it."""
+
+
+Op = AgLaunch | WaitOnce | Gemm | RecordGate | RecordOutputs | ActGather | ReduceScatter

@@ -7,6 +7,10 @@
        1  wait_once unit=0 slot=0 stream=compute
        ...
 
+A program with tensor-parallel blocks has a line for each of them before the ops:
+
+    block    index=0 begin=3 end=5 first=9
+
 `Program.text()` prints it so, and `Program.parse` reads it back; the numbers before the ops are for the reader.
 """
 
@@ -18,7 +22,20 @@ from functools import cached_property
 from typing import get_args
 
 from graphshard.core.errors import ProgramError
-from graphshard.core.ops import AgLaunch, Gemm, Op, RecordGate, RecordOutputs, StreamName, WaitOnce
+from graphshard.core.ops import (
+    BLOCK_PARTS,
+    ActGather,
+    AgLaunch,
+    BlockPart,
+    Gemm,
+    Op,
+    RecordGate,
+    RecordOutputs,
+    ReduceScatter,
+    StreamName,
+    WaitOnce,
+)
+from graphshard.core.specs import ModelSpec
 from graphshard.core.text import digest_of, parse_fields, parse_name
 
 MAX_SLOTS = 2**14
@@ -33,8 +50,35 @@ _OP_FIELDS: dict[str, tuple[str, ...]] = {
     "gemm": ("layer", "segment", "units", "stream", "begin", "end"),
     "record_gate": ("unit", "slot", "stream"),
     "record_outputs": ("stream",),
+    "act_gather": ("block", "stream"),
+    "reduce_scatter": ("block", "stream"),
 }
 _STREAMS: dict[str, StreamName] = {name: name for name in get_args(StreamName)}
+
+
+@dataclass(frozen=True, slots=True)
+class SlicedBlock:
+    """Block `index` of the model, tensor-parallel: instead of segments `[begin, end)` its own three run.
+
+    They are numbered from `first` on, see Note [segment numbers].
+    """
+
+    index: int
+    begin: int
+    end: int
+    first: int
+
+    def part_of(self, segment: int) -> BlockPart | None:
+        """Which of the block's three segments number `segment` is; None if it is another's."""
+        return BLOCK_PARTS[segment - self.first] if 0 <= segment - self.first < len(BLOCK_PARTS) else None
+
+    def __str__(self) -> str:
+        return f"index={self.index} begin={self.begin} end={self.end} first={self.first}"
+
+
+def first_of_block(model: ModelSpec, block: int) -> int:
+    """The number by which a gemm runs the first of the three segments of `model.blocks[block]`."""
+    return len(model.segments) + len(model.folds) + len(BLOCK_PARTS) * block
 
 
 @dataclass(frozen=True)
@@ -53,6 +97,8 @@ class Program:
     entry: tuple[int | None, ...]
     exit: tuple[int | None, ...]
     outside: tuple[AgLaunch, ...] = ()
+    blocks: tuple[SlicedBlock, ...] = ()
+    """Those that are tensor-parallel, in order. A step of such a program needs all ranks, under any transport."""
 
     @property
     def prime(self) -> tuple[AgLaunch, ...]:
@@ -68,6 +114,7 @@ class Program:
             _state_line("exit", self.exit),
         ]
         lines += [f"outside  {op}" for op in self.outside]
+        lines += [f"block    {block}" for block in self.blocks]
         lines += [f"{index:4d}  {op}" for index, op in enumerate(self.ops)]
         return "\n".join(lines) + "\n"
 
@@ -108,6 +155,7 @@ class _Parser:
         sizes: dict[str, int] | None = None
         states: dict[str, tuple[int | None, ...]] = {}
         outside: list[AgLaunch] = []
+        blocks: list[SlicedBlock] = []
         ops: list[Op] = []
         for number, line in enumerate(self.text.splitlines(), start=1):
             self.number, self.line = number, line.strip()
@@ -122,6 +170,9 @@ class _Parser:
                 states[first] = self.state(rest, sizes["num_slots"])
             elif first == "outside":
                 outside.append(self.outside(rest))
+            elif first == "block":
+                found = self.fields(rest, ("index", "begin", "end", "first"))
+                blocks.append(SlicedBlock(**{name: self.integer(name, value) for name, value in found.items()}))
             else:
                 ops.append(self.op(self.line))
         if sizes is None:
@@ -136,6 +187,7 @@ class _Parser:
             entry=states.get("entry", anything),
             exit=states.get("exit", anything),
             outside=tuple(outside),
+            blocks=tuple(blocks),
         )
 
     def sizes(self, rest: str) -> dict[str, int]:
@@ -172,6 +224,9 @@ class _Parser:
             return RecordOutputs(stream)
         if name == "gemm":
             return self.gemm(found, stream)
+        if "block" in found:
+            block = self.integer("block", found["block"])
+            return ActGather(block, stream) if name == "act_gather" else ReduceScatter(block, stream)
         unit, slot = self.integer("unit", found["unit"]), self.integer("slot", found["slot"])
         if name == "ag_launch":
             return AgLaunch(unit, slot, stream)

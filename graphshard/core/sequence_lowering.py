@@ -239,9 +239,11 @@ class _Lowering:
                 unit, slot = self.unit(op.graph, inner.unit), self.slot(op.graph, inner.slot)
                 self.ops.append(replace(inner, unit=unit, slot=slot, stream=stream, op=source))
                 self.owners[slot] = op.graph
-            else:
+            elif isinstance(inner, Compute):
                 reads = tuple((self.unit(op.graph, unit), self.slot(op.graph, slot)) for unit, slot in inner.reads)
                 self.ops.append(replace(inner, reads=reads, stream=stream, op=source))
+            else:  # activations are no matter of slots
+                self.ops.append(replace(inner, stream=stream, op=source))
         self.ends[op.graph] = self.record(ORIGIN, sources[OUTSIDE_OP])
         self.forget(op.graph)
         self.held |= {(op.graph, unit): slot for slot, unit in enumerate(program.exit) if unit is not None}
