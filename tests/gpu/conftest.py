@@ -1,12 +1,20 @@
-"""What tests on a real card need: the card, and a torch that was built for it; else the reason is printed."""
+"""What tests on a real card need: the card, and a torch that was built for it; else the reason is printed.
+
+Models of the runtime's tests are run here too.
+"""
 
 from __future__ import annotations
+
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from graphshard.core.errors import DeviceError
 from graphshard.device import CudaDevice
+
+sys.path.append(str(Path(__file__).parents[1] / "runtime"))
 
 
 @pytest.fixture(scope="session")

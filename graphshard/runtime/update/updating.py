@@ -115,7 +115,10 @@ class Updating(Stepping):
 
     @property
     def epoch(self) -> int:
-        """The version of the weights: even, 2 more after each update. Odd: of no version, see `update`."""
+        """The version of the weights: even, 2 more after each update, also of those that are borrowed.
+
+        Odd: of no version, see `update`.
+        """
         return self._control.mine.epoch
 
     def set_epoch(self, epoch: int) -> None:
