@@ -94,7 +94,8 @@ class Llama:
 
     def spec(self) -> ModelSpec:
         """Weights in the order in which a step first reads them."""
-        segments, blocks = (tuple(one.spec for one in some) for some in (self._segments, self._blocks))
+        segments = tuple(segment.spec for segment in self._segments)
+        blocks = tuple(block.spec for block in self._blocks)
         return ModelSpec("llama", tuple(self._weights.values()), segments, blocks=blocks)
 
     @property

@@ -34,8 +34,12 @@ class Executor:
                     buffers[spec.name] = cache[: shape.batch_size]
                 else:
                     buffers[spec.name] = torch.zeros(spec.shape, dtype=dtype)
-            self.states[shape] = StepState(shape, self.weights, buffers)
+            self.states[shape] = StepState(shape, self.weights, buffers | self.more_buffers(shape))
         return self.states[shape]
+
+    def more_buffers(self, shape: StepShape) -> dict[str, Tensor]:
+        """What is no buffer of the model."""
+        return {}
 
     def step(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Logits `[batch, t, vocab]` of one step."""

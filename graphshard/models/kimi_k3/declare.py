@@ -58,7 +58,9 @@ class Declarations:
     def spec(self, name: str, folds: Sequence[Segment] = ()) -> ModelSpec:
         """The model so far, with `folds` between its steps."""
         kept = tuple(KeptWeight(weight, reason) for weight, reason in self._kept.items())
-        segments, folded, blocks = (tuple(one.spec for one in some) for some in (self.segments, folds, self.blocks))
+        segments = tuple(segment.spec for segment in self.segments)
+        folded = tuple(fold.spec for fold in folds)
+        blocks = tuple(block.spec for block in self.blocks)
         return ModelSpec(name, tuple(self._weights.values()), segments, kept, folded, blocks=blocks)
 
     def pieces(self) -> dict[str, tuple[WeightSpec, ...]]:
