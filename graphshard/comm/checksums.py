@@ -103,9 +103,18 @@ class ChunkChecksums:
             )
 
     def _rows(self, unit: int, source_rank: int, slot_view: memoryview) -> Iterable[memoryview]:
-        """Where `source_rank`'s chunk lies in a slot, in the chunk's order."""
-        for copy in self._layout.units[unit].copies:
-            if copy.source_rank == source_rank:
-                for row in range(copy.rows):
-                    begin = copy.slot_offset + row * copy.slot_pitch
-                    yield slot_view[begin : begin + copy.row_bytes]
+        """`source_rank`'s chunk, in its order: where a slot has its pieces, and the zeros between slices."""
+        place = self._layout.units[unit]
+        end = 0
+        for copy in place.copies:
+            if copy.source_rank != source_rank:
+                continue
+            if place.is_sliced:
+                begin = copy.source_offset - place.chunk_offset
+                yield memoryview(bytes(begin - end))
+                end = begin + copy.row_bytes
+            for row in range(copy.rows):
+                begin = copy.slot_offset + row * copy.slot_pitch
+                yield slot_view[begin : begin + copy.row_bytes]
+        if place.is_sliced:
+            yield memoryview(bytes(place.chunk_bytes - end))

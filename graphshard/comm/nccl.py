@@ -1,4 +1,4 @@
-"""The NCCL transport: a unit is one all-gather over symmetric windows, by the copy engines.
+"""The NCCL transport: a unit is one all-gather over symmetric windows, by the copy engines; if sliced, one a weight.
 
 All ranks issue the same gathers in the same order, eagerly or captured alike: see `comm.lockstep`. Each allocation is
 one window, registered once, in the order shards, slots.
@@ -10,6 +10,7 @@ import os
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import NamedTuple
 
 from graphshard._core import Communicator, DriverError, Memory, NcclError, NcclLibrary, Stream, Word
 from graphshard.comm.checksums import ChunkChecksums
@@ -180,11 +181,17 @@ class NcclTransport:
         self._group.agree("nccl warm-up", lambda: self._warm_up(device, timeout_s))
 
     def gather_ops(self, unit: int, slot_address: int, stream: int, begin: int, end: int) -> list[BoundOp]:
-        """One all-gather; see `Transport`. Peers write into the slot, once this rank's stream has come to the op."""
+        """An all-gather, or one for each weight of a sliced unit; see `Transport`.
+
+        Peers write into the slot, once this rank's stream has come to the op.
+        """
         assert (begin, end) == (0, 1), (begin, end)
         assert self._shards is not None
-        place = self._layout.units[unit]
-        return [("all_gather", stream, 0, slot_address, self._shards.address + place.chunk_offset, place.chunk_bytes)]
+        base = self._shards.address
+        return [
+            ("all_gather", stream, 0, slot_address + part.slot_offset, base + part.source_offset, part.num_bytes)
+            for part in all_gathers_of(self._layout.units[unit])
+        ]
 
     def verify_unit(self, unit: int, slot_view: memoryview, rank: int | None = None) -> None:
         """Compare a gathered unit, or only `rank`'s chunk of it, with what its owners loaded."""
@@ -232,9 +239,9 @@ class NcclTransport:
                 "plan for this group"
             )
         for unit in self._layout.units:
-            reason = why_not_flat(unit)
+            reason = why_not_gathered(unit)
             if reason is not None:
-                raise not_available(f"{reason}, and an all-gather takes one contiguous chunk of each rank")
+                raise not_available(f"{reason}, and an all-gather takes one contiguous piece of each rank")
 
     def _register(self, use: str, memory: Memory, timeout_s: float) -> None:
         try:
@@ -253,12 +260,13 @@ class NcclTransport:
         unit = min(self._layout.units, key=lambda unit: unit.num_bytes)
         slot = max(self._layout.slots, key=lambda slot: slot.num_bytes)
         stream = Stream(device.driver)
-        source = self._shards.address + unit.chunk_offset
+        part = all_gathers_of(unit)[0]
+        source = self._shards.address + part.source_offset
         for number in range(1, NUM_WARMUPS + 1):
             what = f"gather {number} of {NUM_WARMUPS} that warm {self._communicator.name} up"
             try:
                 self._communicator.all_gather(
-                    self._slots.address + slot.offset, source, unit.chunk_bytes, stream, timeout_s=timeout_s
+                    self._slots.address + slot.offset, source, part.num_bytes, stream, timeout_s=timeout_s
                 )
             except NcclError as error:
                 raise CommError(f"rank {self._group.rank}: {what} failed: {error}") from error
@@ -287,12 +295,34 @@ def nccl_settings(library: NcclLibrary) -> dict[str, str]:
     return {"nccl": version_text(library.version), "nccl environment": environment or "nothing set"}
 
 
-def why_not_flat(unit: UnitLayout) -> str | None:
-    """Why the chunks of `unit` are not one contiguous piece a rank, at equal places; None if they are."""
-    for rank, copy in enumerate(unit.copies):
+class AllGather(NamedTuple):
+    """`num_bytes` at `source_offset` of each rank's shard window, to `slot_offset` of a slot, in the order of ranks."""
+
+    slot_offset: int
+    source_offset: int
+    num_bytes: int
+
+
+def all_gathers_of(unit: UnitLayout) -> tuple[AllGather, ...]:
+    """What brings `unit` together: its chunks at once, or the slices of one weight after the other."""
+    if not unit.is_sliced:
+        return (AllGather(0, unit.chunk_offset, unit.chunk_bytes),)
+    return tuple(
+        AllGather(view.offset, unit.chunk_offset + one.offset, one.num_bytes)
+        for view, one in zip(unit.views, unit.slices, strict=True)
+    )
+
+
+def why_not_gathered(unit: UnitLayout) -> str | None:
+    """Why the copies of `unit` are not what `all_gathers_of` brings; None if they are."""
+    parts = all_gathers_of(unit)
+    for number, copy in enumerate(unit.copies):
+        rank, which = divmod(number, len(parts))
+        part = parts[which]
         place = (copy.source_rank, copy.source_offset, copy.slot_offset, copy.rows, copy.row_bytes)
-        if place != (rank, unit.chunk_offset, rank * unit.chunk_bytes, 1, unit.chunk_bytes):
-            return f"unit {unit.unit} does not lie flat: chunk {rank} is {copy}"
+        if place != (rank, part.source_offset, part.slot_offset + rank * part.num_bytes, 1, part.num_bytes):
+            how, what = ("in slices", "piece") if unit.is_sliced else ("flat", "chunk")
+            return f"unit {unit.unit} does not lie {how}: {what} {number} is {copy}"
     return None
 
 

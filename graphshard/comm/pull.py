@@ -95,6 +95,8 @@ class PullTransport:
     def copies(self, unit: int, slot_address: int) -> list[BoundCopy]:
         """The copies that gather `unit` into the slot at `slot_address`: from rank + 1 on, this rank's own last.
 
+        A copy a rank, or one for each slice of a rank.
+
         Order:   any; a gather may spread them over streams.
         Blocks:  nothing, it only computes addresses; they hold until `remap` or `close` (see `generations`).
         Capture: yes; one memcpy node each.
@@ -104,8 +106,9 @@ class PullTransport:
         return [self._bind(copy, slot_address) for copy in pieces]
 
     def gather_ops(self, unit: int, slot_address: int, stream: int, begin: int, end: int) -> list[BoundOp]:
-        """Copies `begin` to `end` of `copies`, for `_core.OpList`, on its stream `stream`. See `Transport`."""
-        return [copy.bound(stream) for copy in self.copies(unit, slot_address)[begin:end]]
+        """Those of `copies` that read the `begin`-th to `end`-th rank, for `_core.OpList`. See `Transport`."""
+        ranks = {(self._rank + 1 + number) % self.world_size for number in range(begin, end)}
+        return [copy.bound(stream) for copy in self.copies(unit, slot_address) if copy.source_rank in ranks]
 
     def verify_unit(self, unit: int, slot_view: memoryview, rank: int | None = None) -> None:
         """Compare a gathered unit, or only `rank`'s chunk of it, with what its owners loaded.

@@ -51,7 +51,7 @@ class Transport(Protocol):
 
     @property
     def num_copies(self) -> int:
-        """The copies that `lower` counts for a gather."""
+        """The copies that `lower` counts for a gather: one a rank, of however many pieces; or one for all."""
 
     @property
     def collectives(self) -> tuple[Communicator, ...]:

@@ -3,20 +3,25 @@
 A unit's weights are laid end to end in one byte buffer T, each padded to `alignment_bytes`, the total padded to
 `world_size * alignment_bytes`. T is cut into `world_size` equal chunks; rank i keeps `T[i * C : (i + 1) * C]` in its
 shard window. A gathered slot holds T whole. Padding is zero.
+
+A sliced unit's weights lie in T the same way. Rank i's chunk is the i-th of `world_size` equal ranges of rows of each
+weight, end to end, each padded to `alignment_bytes` with zeros. A gather brings every slice to its place in its
+weight; the padding of T belongs to no chunk, and is whatever the slot held.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
 from graphshard.core.errors import SpecError
 from graphshard.core.plan import Plan, Unit, refuse_sharded
 from graphshard.core.sizes import align_up
+from graphshard.core.slices import why_not_sliced
 from graphshard.core.specs import ModelSpec, WeightSpec
-from graphshard.core.text import digest_of, text_of
+from graphshard.core.text import OMIT_EMPTY, digest_of, text_of
 
 MIN_ALIGNMENT_BYTES = 16
 """The floor: vector loads of 16 bytes, and the largest element (complex128) too."""
@@ -61,7 +66,17 @@ class UnitLayout:
     chunk_offset: int
     views: tuple[WeightView, ...]
     copies: tuple[Copy, ...]
-    """By source rank, 0 first; a transport starts at its own rank + 1 and ends with its own."""
+    """By source rank, 0 first; a transport starts at its own rank + 1 and ends with its own.
+
+    Of a sliced unit: a piece for each weight, in the order of the weights, of each rank.
+    """
+    slices: tuple[WeightView, ...] = field(default=(), metadata={OMIT_EMPTY: True})
+    """Where a rank's slice of each weight lies in its chunk, in the order of `views`; empty unless it is sliced."""
+
+    @property
+    def is_sliced(self) -> bool:
+        """Whether a rank's chunk is its slice of each weight."""
+        return bool(self.slices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +141,8 @@ def build_layout(model: ModelSpec, plan: Plan) -> Layout:
 
     Raises:
         SpecError: the alignment is below 16 bytes or no power of two, a weight is placed twice or not at all, a unit
-            has no bytes or a weight that no plan may shard, or a residency names a slot or unit that does not exist.
+            has no bytes or a weight that no plan may shard, or is sliced and cannot be, or a residency names a slot or
+            unit that does not exist.
     """
     _check_request(plan)
     refuse_sharded(model, plan.units)
@@ -153,6 +169,10 @@ def build_layout(model: ModelSpec, plan: Plan) -> Layout:
 
 def chunk_pieces(unit: UnitLayout, rank: int) -> tuple[ChunkPiece, ...]:
     """Which bytes of which weights make up rank `rank`'s chunk of `unit`; what no piece covers is padding, zero."""
+    if unit.is_sliced:
+        return tuple(
+            ChunkPiece(one.weight, rank * one.num_bytes, (rank + 1) * one.num_bytes, one.offset) for one in unit.slices
+        )
     begin = rank * unit.chunk_bytes
     end = begin + unit.chunk_bytes
     pieces = []
@@ -187,6 +207,8 @@ def _unit_layout(model: ModelSpec, unit: Unit, plan: Plan, chunk_offset: int) ->
     views, end = _place([model.weight(name) for name in unit.weights], plan.alignment_bytes)
     if end == 0:
         raise SpecError(f"unit {unit.index} ({unit.name}) has no bytes, so no gather; keep its weights resident")
+    if unit.is_sliced:
+        return _sliced_layout(model, unit, plan, chunk_offset, views, end)
     num_bytes = align_up(end, plan.world_size * plan.alignment_bytes)
     chunk_bytes = num_bytes // plan.world_size
     copies = tuple(
@@ -202,6 +224,33 @@ def _unit_layout(model: ModelSpec, unit: Unit, plan: Plan, chunk_offset: int) ->
         for rank in range(plan.world_size)
     )
     return UnitLayout(unit.index, num_bytes, chunk_bytes, chunk_offset, views, copies)
+
+
+def _sliced_layout(
+    model: ModelSpec, unit: Unit, plan: Plan, chunk_offset: int, views: tuple[WeightView, ...], num_bytes: int
+) -> UnitLayout:
+    weights, world_size = [model.weight(name) for name in unit.weights], plan.world_size
+    reason = why_not_sliced(weights, world_size)
+    if reason:
+        raise SpecError(f"unit {unit.index} ({unit.name}) cannot be sliced over {world_size} ranks: {reason}")
+    slices, chunk_bytes = _place(
+        [replace(weight, shape=(weight.shape[0] // world_size, *weight.shape[1:])) for weight in weights],
+        plan.alignment_bytes,
+    )
+    copies = tuple(
+        Copy(
+            source_rank=rank,
+            source_offset=chunk_offset + one.offset,
+            source_pitch=0,
+            slot_offset=view.offset + rank * one.num_bytes,
+            slot_pitch=0,
+            rows=1,
+            row_bytes=one.num_bytes,
+        )
+        for rank in range(world_size)
+        for view, one in zip(views, slices, strict=True)
+    )
+    return UnitLayout(unit.index, num_bytes, chunk_bytes, chunk_offset, views, copies, slices)
 
 
 def _slot_layouts(plan: Plan, units: Sequence[UnitLayout]) -> tuple[SlotLayout, ...]:

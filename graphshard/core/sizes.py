@@ -31,6 +31,14 @@ DTYPE_BITS: dict[str, int] = {
 }
 """Bits of one element, by torch's name without `torch.`."""
 
+NARROW_DTYPES = frozenset(
+    {
+        *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)),
+        *("float4_e2m1fn_x2", "quint4x2", "quint2x4", "bits1x8", "bits2x4", "bits4x2"),
+    }
+)
+"""Dtypes whose values take less than a byte, alone in it or packed."""
+
 BYTE_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 _BYTES_TEXT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
@@ -42,6 +50,11 @@ def dtype_bits(dtype: str) -> int:
     if bits is None:
         raise SpecError(f"unknown dtype {dtype!r}; known are {', '.join(sorted(DTYPE_BITS))}")
     return bits
+
+
+def has_narrow_elements(dtype: str) -> bool:
+    """Whether values of `dtype` take less than a byte."""
+    return dtype in NARROW_DTYPES
 
 
 def num_bytes(shape: Sequence[int], dtype: str, strides: Sequence[int] | None) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
@@ -67,7 +68,7 @@ def copies_fill_unit(facts: Facts) -> Iterator[Violation]:
 
 def _copy_problems(layout: Layout | None, unit: UnitLayout) -> Iterator[str]:
     assert layout is not None
-    if unit.chunk_bytes * layout.world_size != unit.num_bytes:
+    if not unit.slices and unit.chunk_bytes * layout.world_size != unit.num_bytes:
         yield f"{layout.world_size} chunks of {unit.chunk_bytes} B are not its {unit.num_bytes} B"
     for number, copy in enumerate(unit.copies):
         begin = copy.source_offset - unit.chunk_offset
@@ -79,6 +80,9 @@ def _copy_problems(layout: Layout | None, unit: UnitLayout) -> Iterator[str]:
             yield f"copy {number} reads bytes {begin} to {source} of a chunk of {unit.chunk_bytes} B"
         if copy.slot_offset < 0 or target > unit.num_bytes:
             yield f"copy {number} writes bytes {copy.slot_offset} to {target} of {unit.num_bytes} B"
+    if unit.slices:
+        yield from _slice_problems(layout, unit)
+        return
     total = sum(copy.rows * copy.row_bytes for copy in unit.copies)
     if total != unit.num_bytes:
         yield f"its copies move {total} B of {unit.num_bytes} B"
@@ -86,6 +90,35 @@ def _copy_problems(layout: Layout | None, unit: UnitLayout) -> Iterator[str]:
     for (offset, num_bytes), (following, _) in pairwise(flat):
         if offset + num_bytes > following:
             yield f"two copies write byte {following}"
+
+
+def _slice_problems(layout: Layout, unit: UnitLayout) -> Iterator[str]:
+    """A sliced unit: slices are apart in a chunk, and each copy brings one to its place in its weight, each once."""
+    end = 0
+    for one in unit.slices:
+        if one.offset < end or one.offset % layout.alignment_bytes:
+            yield f"its slice of {one.weight} begins at byte {one.offset} of a chunk, where {end} are taken"
+        end = max(end, one.offset + one.num_bytes)
+    if end > unit.chunk_bytes:
+        yield f"its slices end at byte {end} of a chunk of {unit.chunk_bytes} B"
+    if [one.weight for one in unit.slices] != [view.weight for view in unit.views]:
+        yield "its slices are not of its weights"
+        return
+    due = Counter(
+        (rank, unit.chunk_offset + one.offset, view.offset + rank * one.num_bytes, one.num_bytes)
+        for rank in range(layout.world_size)
+        for one, view in zip(unit.slices, unit.views, strict=True)
+    )
+    made = Counter((copy.source_rank, copy.source_offset, copy.slot_offset, copy.row_bytes) for copy in unit.copies)
+    for rank, source, target, num_bytes in due - made:
+        yield f"no copy brings rank {rank}'s {num_bytes} B from byte {source} to byte {target}"
+    for rank, source, target, num_bytes in made - due:
+        yield f"a copy brings {num_bytes} B from byte {source} of rank {rank} to byte {target}, where no slice of it is"
+    if any(copy.rows != 1 for copy in unit.copies):
+        yield "a copy of a slice has several rows"
+    for one, view in zip(unit.slices, unit.views, strict=True):
+        if one.num_bytes * layout.world_size != view.num_bytes:
+            yield f"{layout.world_size} slices of {one.num_bytes} B are not the {view.num_bytes} B of {view.weight}"
 
 
 def reads_inside_unit(facts: Facts) -> Iterator[Violation]:

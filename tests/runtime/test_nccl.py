@@ -14,7 +14,7 @@ from ranks import MODES, run_on_ranks, try_on_ranks
 
 import graphshard
 from graphshard.comm.group import Group, LocalGroup
-from graphshard.comm.nccl import why_not_flat
+from graphshard.comm.nccl import why_not_gathered
 from graphshard.core.layout import Copy, build_layout
 from graphshard.core.lowering import CopyRun, lower
 from graphshard.core.specs import DeviceSpec, StepShape
@@ -58,11 +58,11 @@ def test_a_layout_that_is_not_flat_has_a_reason() -> None:
     device = DeviceSpec("host", "any", memory_bytes=1 << 40)
     plan = graphshard.make_plan(model.spec(), 2, device, units="layer", min_shard_bytes=0, transport="nccl")
     unit = build_layout(model.spec(), plan).units[1]
-    assert why_not_flat(unit) is None
+    assert why_not_gathered(unit) is None
     first, second = unit.copies
     pitched = Copy(1, first.source_offset, 512, second.slot_offset, 1024, 2, first.row_bytes // 2)
     object.__setattr__(unit, "copies", (first, pitched))
-    assert why_not_flat(unit) == f"unit 1 does not lie flat: chunk 1 is {pitched}"
+    assert why_not_gathered(unit) == f"unit 1 does not lie flat: chunk 1 is {pitched}"
 
 
 def test_a_plan_that_shards_nothing_needs_no_communicator() -> None:
