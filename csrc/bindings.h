@@ -11,6 +11,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "driver/table.h"
 #include "python_calls.h"
 #include "runtime/collective.h"
 
@@ -55,6 +56,37 @@ inline uint32_t word(nb::handle value) {
   const auto wide = nb::cast<int64_t>(value);
   if (wide < INT32_MIN || wide > UINT32_MAX) throw nb::value_error("a value word has 32 bits");
   return static_cast<uint32_t>(wide);
+}
+
+// ("write" | "wait" | "wait_equal", address, value)
+inline CUstreamBatchMemOpParams value_op(const nb::tuple& fields) {
+  if (nb::len(fields) != 3) throw nb::value_error("a value of a batch is (kind, address, value)");
+  const auto kind = nb::cast<std::string>(fields[0]);
+  const auto address = nb::cast<CUdeviceptr>(fields[1]);
+  CUstreamBatchMemOpParams op{};
+  if (kind == "write") {
+    op.writeValue.operation = CU_STREAM_MEM_OP_WRITE_VALUE_32;
+    op.writeValue.address = address;
+    op.writeValue.value = word(fields[2]);
+    op.writeValue.flags = CU_STREAM_WRITE_VALUE_DEFAULT;
+  } else if (kind == "wait" || kind == "wait_equal") {
+    op.waitValue.operation = CU_STREAM_MEM_OP_WAIT_VALUE_32;
+    op.waitValue.address = address;
+    op.waitValue.value = word(fields[2]);
+    op.waitValue.flags = kind == "wait" ? CU_STREAM_WAIT_VALUE_GEQ : CU_STREAM_WAIT_VALUE_EQ;
+  } else {
+    throw nb::value_error(("a value of a batch is write, wait or wait_equal, not " + kind).c_str());
+  }
+  return op;
+}
+
+// The other way round.
+inline nb::tuple value_fields(const CUstreamBatchMemOpParams& op) {
+  if (op.operation == CU_STREAM_MEM_OP_WRITE_VALUE_32) {
+    return nb::make_tuple("write", op.writeValue.address, op.writeValue.value);
+  }
+  const bool is_equal = op.waitValue.flags == CU_STREAM_WAIT_VALUE_EQ;
+  return nb::make_tuple(is_equal ? "wait_equal" : "wait", op.waitValue.address, op.waitValue.value);
 }
 
 // An element type by torch's name for it.

@@ -5,6 +5,7 @@
 
 #include "bindings.h"
 #include "runtime/control_page.h"
+#include "runtime/flags.h"
 #include "runtime/word.h"
 
 namespace graphshard {
@@ -18,9 +19,47 @@ ControlPage::Digest to_digest(const nb::bytes& bytes) {
   return digest;
 }
 
+nb::list value_list(const std::vector<CUstreamBatchMemOpParams>& ops) {
+  nb::list items;
+  for (const CUstreamBatchMemOpParams& op : ops) items.append(value_fields(op));
+  return items;
+}
+
+nb::tuple to_batches(const FlagOps& ops) { return nb::make_tuple(value_list(ops.writes), value_list(ops.waits)); }
+
+FlagWord flag_word(const std::string& name) {
+  if (name == "entry") return entry_word(FlagMode::kCaptured);
+  if (name == "exit") return exit_word(FlagMode::kCaptured);
+  if (name == "header") return header_word(FlagMode::kCaptured);
+  throw nb::value_error(("flag word '" + name + "' is unknown: entry, exit, header").c_str());
+}
+
+// Of captured mode alone: its values are constants, so one list serves eager issues and captures.
+void bind_flags(nb::module_& m) {
+  nb::class_<FlagBarrier>(m, "FlagBarrier")
+      .def(nb::init<std::vector<CUdeviceptr>, int>(), "areas"_a, "rank"_a)
+      .def_static("area_bytes", [](int world_size) { return flag_area_bytes(world_size); }, "world_size"_a)
+      .def(
+          "entry",
+          [](const FlagBarrier& barrier, uint32_t header) {
+            return to_batches(barrier.entry(FlagMode::kCaptured, 1, header));
+          },
+          "header"_a)
+      .def("exit", [](const FlagBarrier& barrier) { return to_batches(barrier.exit(FlagMode::kCaptured, 1)); })
+      .def(
+          "address",
+          [](const FlagBarrier& barrier, int owner, int writer, const std::string& word) {
+            const int count = barrier.world_size();
+            if (owner < 0 || owner >= count || writer < 0 || writer >= count) throw nb::value_error("no such rank");
+            return barrier.address(owner, writer, flag_word(word));
+          },
+          "owner"_a, "writer"_a, "word"_a);
+}
+
 }  // namespace
 
 void bind_control(nb::module_& m) {
+  bind_flags(m);
   nb::class_<Word>(m, "Word")
       .def(nb::init<std::shared_ptr<Memory>, size_t>(), "memory"_a, "offset"_a = 0)
       .def_prop_ro("address", &Word::address)

@@ -28,6 +28,7 @@ constexpr OpForm kOpForms[] = {
     {"fill", OpKind::kFill, 5},
     {"write_value", OpKind::kWriteValue, 4},
     {"wait_value", OpKind::kWaitValue, 4},
+    {"values", OpKind::kValues, 3},
     {"all_gather", OpKind::kAllGather, 6},
     {"reduce_scatter", OpKind::kReduceScatter, 7},
 };
@@ -42,6 +43,18 @@ void parse_collective(Op& op, const nb::tuple& fields) {
     op.num_elements = number<size_t>(fields, 5);
     op.value = static_cast<uint32_t>(element_type(nb::cast<std::string>(fields[6])));
   }
+}
+
+// A driver takes no longer batch; an empty one is a mistake.
+constexpr size_t kMaxBatch = 256;
+
+std::vector<CUstreamBatchMemOpParams> parse_values(nb::handle items) {
+  std::vector<CUstreamBatchMemOpParams> values;
+  for (nb::handle item : items) values.push_back(value_op(nb::cast<nb::tuple>(item)));
+  if (values.empty() || values.size() > kMaxBatch) {
+    throw nb::value_error(("a batch of " + std::to_string(values.size()) + " values: 1 to 256 are possible").c_str());
+  }
+  return values;
 }
 
 Op parse_fields(const nb::tuple& fields, OpKind kind) {
@@ -79,6 +92,9 @@ Op parse_fields(const nb::tuple& fields, OpKind kind) {
     case OpKind::kWaitValue:
       op.source = number<CUdeviceptr>(fields, 2);
       op.value = word(fields[3]);
+      break;
+    case OpKind::kValues:
+      op.values = std::make_shared<const std::vector<CUstreamBatchMemOpParams>>(parse_values(fields[2]));
       break;
     case OpKind::kAllGather:
     case OpKind::kReduceScatter:

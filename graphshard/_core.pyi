@@ -248,6 +248,7 @@ class OpList:
         ("call", stream, index)              the compute op `index` of the Calls given to issue or capture
         ("fill", stream, destination, value, num_bytes)
         ("write_value", stream, address, value)   ("wait_value", stream, address, value)
+        ("values", stream, batch)            1 to 256 of ("write" | "wait" | "wait_equal", address, value), in order
         ("all_gather", stream, collective, destination, source, num_bytes)      num_bytes of each rank
         ("reduce_scatter", stream, collective, destination, source, num_elements, dtype)
                                              num_elements of each rank; dtype "float16", "float32" or "bfloat16"
@@ -400,6 +401,23 @@ class Step:
     @property
     def num_references(self) -> int:
         """This one and C's."""
+
+class FlagBarrier:
+    """The flag protocol between ranks, of captured mode: its values are constants, for eager issues and captures alike.
+
+    See csrc/runtime/flags.h. An entry and an exit take turns; each is two batches for `("values", stream, batch)`, what
+    to write, then what to wait for and reset.
+    """
+
+    def __init__(self, areas: Sequence[int], rank: int) -> None:
+        """`areas`: the address here of each rank's area of `area_bytes`, by rank, zero at first."""
+    @staticmethod
+    def area_bytes(world_size: int) -> int: ...
+    def entry(self, header: int) -> tuple[list[tuple[str, int, int]], list[tuple[str, int, int]]]:
+        """`header` is equal on all ranks, or all wait: a hash of what follows."""
+    def exit(self) -> tuple[list[tuple[str, int, int]], list[tuple[str, int, int]]]: ...
+    def address(self, owner: int, writer: int, word: str) -> int:
+        """Of the word `entry`, `exit` or `header` in `writer`'s cell of `owner`'s area."""
 
 class Word:
     """A 32-bit word in `memory` that streams write (`write_value`) and the host waits for. Never stale, unlike an event

@@ -52,6 +52,7 @@ namespace graphshard {
   X(cuMemsetD8Async, 3020)                    \
   X(cuStreamWriteValue32, 11070)              \
   X(cuStreamWaitValue32, 11070)               \
+  X(cuStreamBatchMemOp, 11070)                \
   X(cuLaunchHostFunc, 10000)                  \
   X(cuStreamBeginCapture, 10010)              \
   X(cuStreamEndCapture, 10000)                \

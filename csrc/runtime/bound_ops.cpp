@@ -85,6 +85,13 @@ void BoundOps::bind_addresses(const Op& op) {
     case OpKind::kWaitValue:
       memories_.push_back(find_word(driver_, op.source, false, entry_point(op.kind)));
       return;
+    case OpKind::kValues:
+      for (const CUstreamBatchMemOpParams& value : *op.values) {
+        const bool is_written = value.operation == CU_STREAM_MEM_OP_WRITE_VALUE_32;
+        const CUdeviceptr address = is_written ? value.writeValue.address : value.waitValue.address;
+        memories_.push_back(find_word(driver_, address, is_written, entry_point(op.kind)));
+      }
+      return;
     case OpKind::kAllGather: {
       size_t gathered_bytes = 0;
       const auto num_ranks = static_cast<size_t>(collective_of(op).world_size());

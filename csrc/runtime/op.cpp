@@ -28,6 +28,12 @@ CUresult copy_2d(const Table& table, const Op& op, CUstream stream) {
   return table.cuMemcpy2DAsync(&copy, stream);
 }
 
+// The driver takes the batch as its own to change.
+CUresult values(const Table& table, const Op& op, CUstream stream) {
+  std::vector<CUstreamBatchMemOpParams> batch = *op.values;
+  return table.cuStreamBatchMemOp(stream, static_cast<unsigned int>(batch.size()), batch.data(), 0);
+}
+
 }  // namespace
 
 const char* entry_point(OpKind kind) {
@@ -48,6 +54,8 @@ const char* entry_point(OpKind kind) {
       return "cuStreamWriteValue32";
     case OpKind::kWaitValue:
       return "cuStreamWaitValue32";
+    case OpKind::kValues:
+      return "cuStreamBatchMemOp";
     case OpKind::kAllGather:
       return "all_gather";
     case OpKind::kReduceScatter:
@@ -98,6 +106,8 @@ CUresult enqueue(const Table& table, const Op& op, CUstream stream, const OpTarg
       return table.cuStreamWriteValue32(stream, op.destination, op.value, CU_STREAM_WRITE_VALUE_DEFAULT);
     case OpKind::kWaitValue:
       return table.cuStreamWaitValue32(stream, op.source, op.value, CU_STREAM_WAIT_VALUE_GEQ);
+    case OpKind::kValues:
+      return values(table, op, stream);
     case OpKind::kAllGather:
       targets.collectives[op.index]->all_gather(op.destination, op.source, op.num_bytes, stream);
       return CUDA_SUCCESS;

@@ -1,6 +1,7 @@
 // One op of a list, bound: which driver or collective call, with absolute addresses.
 #pragma once
 
+#include <memory>
 #include <vector>
 
 #include "runtime/calls.h"
@@ -18,7 +19,8 @@ enum class OpKind : uint8_t {
   kWriteValue,
   kWaitValue,
   kAllGather,
-  kReduceScatter
+  kReduceScatter,
+  kValues  // not a kind of the C API
 };
 
 // The entry point that carries out a kind, for errors.
@@ -38,6 +40,7 @@ struct Op {
   size_t source_pitch = 0;
   size_t num_elements = 0;  // a rank's in a reduce-scatter
   size_t piece_bytes = 0;   // of a copy: what one call moves; set when the op is bound
+  std::shared_ptr<const std::vector<CUstreamBatchMemOpParams>> values;  // of a batch of writes of and waits for words
 };
 
 // Note [copies of a bad size]: graph memcpy nodes of exactly 512 MiB, 1 GiB and 2 GiB were measured 2.1 times slower
