@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from graphshard.core.errors import ProgramError
-from graphshard.core.lowering import Compute, CopyRun, Lowered, Record, Wait
+from graphshard.core.lowering import ActOp, Compute, CopyRun, Lowered, Record, Wait
 
 # A slot's content: the unit (-1: none), the chunks of it that are whole, the streams whose running copy is spoiled.
 SlotState = tuple[int, int, int]
@@ -115,6 +115,8 @@ def _streams(steps: Sequence[tuple[Lowered, Mapping[int, int]]], num_copies: int
             elif isinstance(op, CopyRun):
                 chunks = (1 << op.end) - (1 << op.begin)
                 streams[at].append(_Step("copy", text, slots=((op.slot, op.unit, chunks),)))
+            elif isinstance(op, ActOp):  # touches no slot; that it waits for peers is as if compute were slow
+                streams[at].append(_Step("record", text))
             else:
                 assert isinstance(op, Compute)
                 reads = tuple((slot, unit, whole) for unit, slot in op.reads)

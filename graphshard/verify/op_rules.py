@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from graphshard.core.lowering import Compute, CopyRun, Record, Wait
-from graphshard.core.ops import AgLaunch, Gemm, RecordGate, RecordOutputs, WaitOnce
+from graphshard.core.ops import (
+    BLOCK_PARTS,
+    ActGather,
+    AgLaunch,
+    Gemm,
+    RecordGate,
+    RecordOutputs,
+    ReduceScatter,
+    WaitOnce,
+)
 from graphshard.core.program import Program
 from graphshard.verify.facts import Facts
 from graphshard.verify.history import Stay
@@ -23,7 +32,7 @@ def indices_exist(facts: Facts) -> Iterator[Violation]:
             if unit is not None and not 0 <= unit < program.num_units:
                 yield Violation(1, None, unit, held, f"{name} of slot {held} is unit {unit} of {program.num_units}")
     for index, op in enumerate(program.ops + program.outside):
-        if isinstance(op, RecordOutputs):
+        if isinstance(op, RecordOutputs | ActGather | ReduceScatter):
             continue
         slot = None if isinstance(op, Gemm) else op.slot
         found = [f"unit {u}" for u in _units(op) if not 0 <= u < program.num_units]
@@ -40,18 +49,38 @@ def _units(op: AgLaunch | WaitOnce | RecordGate | Gemm) -> tuple[int, ...]:
 
 
 def segments_run_once(facts: Facts) -> Iterator[Violation]:
-    """R1 on the program: gemm ops run segments 0 to num_segments once each, in order."""
+    """R1 on the program: gemm ops run segments 0 to num_segments once each, in order.
+
+    In the place of those that a tensor-parallel block covers they run the block's own.
+    """
     program = facts.program
-    at, last = 0, None
+    due = _segments_due(program)
+    at, last = 0, None  # in `due`
     for index, op in enumerate(program.ops):
         if isinstance(op, Gemm):
-            if op.begin != at or op.end <= op.begin or op.end > program.num_segments:
-                text = f"{op_text(program, index)} runs segments {op.begin} to {op.end}, but segment {at} of "
+            number = due[at] if at < len(due) else program.num_segments
+            runs = due[at : at + max(op.end - op.begin, 0)]
+            if len(runs) != max(op.end - op.begin, 1) or runs != list(range(op.begin, op.end)):
+                text = f"{op_text(program, index)} runs segments {op.begin} to {op.end}, but segment {number} of "
                 yield Violation(1, index, None, None, text + f"{program.num_segments} is next")
-            at, last = max(at, op.end), index
-    if at < program.num_segments:
-        text = f"segments {at} to {program.num_segments} are never run"
+            at, last = max(at, _place(due, op.end)), index
+    if at < len(due):
+        end = due[-1] + 1
+        text = f"segments {due[at]} to {end} are never run"
         yield Violation(1, last, None, None, text)
+
+
+def _segments_due(program: Program) -> list[int]:
+    """Segment numbers in the order in which a step runs them."""
+    due = list(range(program.num_segments))
+    for block in reversed(program.blocks):
+        due[block.begin : block.end] = range(block.first, block.first + len(BLOCK_PARTS))
+    return due
+
+
+def _place(due: list[int], end: int) -> int:
+    """How many of `due` have run when a gemm ends before segment number `end`."""
+    return due.index(end - 1) + 1 if end - 1 in due else 0
 
 
 def list_matches(facts: Facts) -> Iterator[Violation]:
@@ -93,7 +122,7 @@ def _in_list(program: Program, rule: int, op: int, text: str, wrong_bytes: bool 
     if not 0 <= op < len(program.ops):
         return Violation(rule, None, None, None, f"{op_text(program, op)}: {text}", wrong_bytes)
     owner = program.ops[op]
-    unit, slot = (None, None) if isinstance(owner, Gemm | RecordOutputs) else (owner.unit, owner.slot)
+    unit, slot = (owner.unit, owner.slot) if isinstance(owner, AgLaunch | WaitOnce | RecordGate) else (None, None)
     return Violation(rule, op, unit, slot, f"{op_text(program, op)}: {text}", wrong_bytes)
 
 
@@ -128,7 +157,7 @@ def gathered_once(facts: Facts) -> Iterator[Violation]:
         held[stay.slot] = stay
     for index in history.stray_waits:
         op = program.ops[index]
-        assert not isinstance(op, Gemm | RecordOutputs)
+        assert isinstance(op, WaitOnce | RecordGate)
         later = [i for i in range(index, len(program.ops)) if _launches(program.ops[i]) == (op.unit, op.slot)]
         if not later:
             text = f"{op_text(program, index)}: no gather of unit {op.unit} into slot {op.slot} is issued before it"
@@ -189,7 +218,7 @@ def gate_follows_readers(facts: Facts) -> Iterator[Violation]:
             yield Violation(5, again, stay.unit, stay.slot, f"{op_text(program, again)}: op {gate} is {where}'s gate")
     for index, held in history.stray_gates:
         op = program.ops[index]
-        assert not isinstance(op, Gemm | RecordOutputs)
+        assert isinstance(op, WaitOnce | RecordGate)
         found = "nothing" if held is None else f"unit {held.unit}"
         text = f"{op_text(program, index)}, but slot {op.slot} holds {found} there"
         yield Violation(5, index, op.unit, op.slot, text)
@@ -234,7 +263,7 @@ def events_stay_inside(facts: Facts) -> Iterator[Violation]:
     held = [(index, stay) for stay in facts.history.stays if stay.launch is None for index in stay.waits]
     for index, stay in [*waited, *held]:
         op = program.ops[index]
-        assert not isinstance(op, Gemm | RecordOutputs)
+        assert isinstance(op, WaitOnce | RecordGate)
         later = [i for i in range(index, len(program.ops)) if _launches(program.ops[i]) == (op.unit, op.slot)]
         if stay is not None or later:
             where = f"op {later[0]} of the step before" if later else "a gather outside of this list"

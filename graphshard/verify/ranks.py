@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from graphshard.core.ops import AgLaunch
+from graphshard.core.ops import ActGather, AgLaunch, ReduceScatter
 from graphshard.core.program import Program
 from graphshard.verify.report import Report, Violation
 
@@ -42,7 +42,8 @@ class Difference:
 def collectives_of(program: Program) -> tuple[Collective, ...]:
     """The collectives of one step, in issue order; those issued from outside come first."""
     outside = tuple(Collective(None, str(op)) for op in program.outside)
-    return outside + tuple(Collective(i, str(op)) for i, op in enumerate(program.ops) if isinstance(op, AgLaunch))
+    kinds = AgLaunch | ActGather | ReduceScatter
+    return outside + tuple(Collective(i, str(op)) for i, op in enumerate(program.ops) if isinstance(op, kinds))
 
 
 def first_difference(sequences: Mapping[int, Sequence[Collective]]) -> Difference | None:

@@ -21,6 +21,8 @@ RULE_NAMES = {
     10: "same-sequence",
     11: "reads-inside-unit",
     12: "gathered-is-read",
+    13: "block-in-order",
+    14: "slices-in-shard",
 }
 
 Key = tuple[int, int | None, int | None, int | None]

@@ -10,7 +10,7 @@ from graphshard.core.layout import Layout
 from graphshard.core.lowering import Lowered, lower
 from graphshard.core.program import Program
 from graphshard.core.specs import ModelSpec, StepShape
-from graphshard.verify import layout_rules, op_rules
+from graphshard.verify import block_rules, layout_rules, op_rules
 from graphshard.verify.facts import Facts
 from graphshard.verify.history import history_of
 from graphshard.verify.race_rules import race_violations
@@ -34,6 +34,7 @@ def _races(number: int) -> Callable[[Facts], Iterable[Violation]]:
 
 RULES: tuple[Rule, ...] = (
     Rule(1, "units, slots and states exist", op_rules.indices_exist),
+    Rule(1, "tensor-parallel blocks exist", block_rules.blocks_exist),
     Rule(1, "every segment runs once, in order", op_rules.segments_run_once),
     Rule(1, "the lowered list is the program's", op_rules.list_matches),
     Rule(1, "each event is recorded once", op_rules.events_exist),
@@ -57,7 +58,11 @@ RULES: tuple[Rule, ...] = (
     Rule(11, "weights lie inside their unit", layout_rules.reads_inside_unit),
     Rule(11, "a gemm names the units of its weights", layout_rules.segments_read_their_units),
     Rule(11, "what runs between steps reads no unit", layout_rules.folds_read_no_unit),
+    Rule(11, "a block is the model's, and its weights are sliced", block_rules.blocks_are_the_models),
     Rule(12, "nothing is gathered and never read", op_rules.gathered_is_read),
+    Rule(13, "a block's parts and exchanges are in order", block_rules.blocks_in_order),
+    Rule(13, "and so they are in the lowered list", block_rules.exchanges_match),
+    Rule(14, "compute on slices reads no slot", block_rules.slices_are_not_in_slots),
 )
 """R10 compares ranks: see `graphshard.verify.ranks`."""
 
@@ -81,7 +86,7 @@ def verify(
     own_branch: bool = False,
     lowered: Mapping[Program, Lowered] | None = None,
 ) -> Report:
-    """Check R1 to R9, R11 and R12 for each program and each ordered pair of programs that share slots.
+    """Check R1 to R9 and R11 to R14 for each program and each ordered pair of programs that share slots.
 
     Args:
         programs: One program, or those of all step shapes. Equal ones are looked at once.
