@@ -118,6 +118,7 @@ class Borrowers:
         """
         for borrower in list(self._all):
             until.enter_context(_resting(borrower, lender, epoch))
+            borrower.borrowers.stop(lender, epoch, until)  # what one borrows another may have borrowed of it
 
 
 @contextmanager
@@ -137,4 +138,5 @@ def _resting(borrower: Updating, lender: Updating, lent_epoch: int) -> Iterator[
             if borrower.is_torn or lender.is_torn:
                 borrower.set_epoch(epoch | 1)
             else:
-                borrower.set_epoch(epoch if lender.epoch == lent_epoch else (epoch | 1) + 1)
+                is_new = lender.epoch % 2 == 0 and lender.epoch != lent_epoch
+                borrower.set_epoch((epoch | 1) + 1 if is_new else epoch)

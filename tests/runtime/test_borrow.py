@@ -16,7 +16,7 @@ from fold_model import DraftModel, LendingModel
 from ranks import run_on_ranks, try_on_ranks
 
 from graphshard.comm.group import Group, LocalGroup
-from graphshard.core.errors import CommError, LoadError, ProgramError, SpecError
+from graphshard.core.errors import CommError, DeviceError, LoadError, ProgramError, SpecError
 from graphshard.device.base import Device
 from graphshard.load.recipe import Read
 from graphshard.runtime.bind import Hooks
@@ -196,6 +196,12 @@ def test_a_borrower_of_a_borrower_has_the_first_one_s_memory() -> None:
     with lender, borrower, compiled(LocalGroup(1)[0], draft, borrow=borrower) as second:
         lender.update(target.tensors(1))
         assert wrong_bytes(second, draft, second.graph(1).replay, 0, 1) == []
+        assert (borrower.epoch, second.epoch) == (2, 2)
+        step = second.begin_step(1)
+        with pytest.raises(ProgramError, match=r"a step of this thread is open.*nothing was written"):
+            lender.update(target.tensors(2))
+        step.abort()
+        assert (lender.epoch, borrower.epoch, second.epoch) == (2, 2, 2)
 
 
 def test_the_lender_is_closed_last() -> None:
@@ -230,6 +236,23 @@ def test_a_step_of_the_draft_ends_before_the_target_is_written() -> None:
         stepping.result()
         assert updating.result().epoch == 2
         assert borrower.epoch == 2 and wrong_bytes(borrower, draft, replay, 0, 1) == []
+
+
+def test_a_step_of_the_draft_that_does_not_end_keeps_the_old_weights() -> None:
+    latch = Latch(is_open=True)
+    target, lender, draft, borrower = pair(hooks=Hooks(stalls=latch.stalls(0)), timeout_s=0.3)
+    with lender, borrower:
+        latch.close()
+        replay = borrower.graph(1).replay
+        with pytest.raises(CommError, match=r"waited 0\.3 s for step 1"):
+            replay()
+        with pytest.raises(DeviceError, match=r"still running.*nothing was written: the weights of epoch 0 stay"):
+            lender.update(target.tensors(1))
+        latch.open()
+        until(lambda: all(stream.is_idle() for stream in borrower._streams.values()), "the step has ended")
+        assert (lender.epoch, borrower.epoch) == (0, 0) and wrong_bytes(borrower, draft, replay) == []
+        lender.update(target.tensors(1))
+        assert wrong_bytes(borrower, draft, replay, 0, 1) == []
 
 
 def test_no_step_of_the_draft_begins_while_the_target_is_written() -> None:
