@@ -2,12 +2,16 @@
 
 Policies: `layer` (all sharded weights of a layer), `weight` (each alone), `bytes:CAP` (whole weights of a layer, in the
 order in which they are read, up to CAP; a larger weight is alone). Weights outside the layers group by neighbourhood.
+
+With `slice_blocks` the weights of a block are one unit, whatever the policy: a step that computes on slices leaves out
+its gather as a whole, which it could not if other weights came with it. That holds as well where they cannot be sliced,
+so that units are the same for any number of ranks. A block of which a weight stays resident is no block here.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -15,7 +19,8 @@ from graphshard.core.errors import SpecError
 from graphshard.core.patterns import first_match
 from graphshard.core.plan import Unit, WeightDecision, refuse_sharded
 from graphshard.core.sizes import format_bytes, parse_bytes
-from graphshard.core.specs import ModelSpec, WeightSpec
+from graphshard.core.slices import why_not_sliced
+from graphshard.core.specs import BlockSpec, ModelSpec, WeightSpec
 
 DEFAULT_MIN_SHARD_BYTES = 64 * 1024
 """Norms and biases stay resident: a gather of less costs more than its bytes."""
@@ -38,6 +43,10 @@ class UnitRules:
     exclude: tuple[str, ...] = ()
     min_shard_bytes: int = DEFAULT_MIN_SHARD_BYTES
     outside_layers: bool = False
+    slice_blocks: bool = False
+    """Weights of blocks lie in slices where they can. `min_shard_bytes` is asked of a block's weights together."""
+    world_size: int = 1
+    """For slices: over so many ranks."""
 
 
 def unit_cap(policy: str) -> float:
@@ -60,9 +69,11 @@ def choose_units(model: ModelSpec, rules: UnitRules) -> tuple[tuple[WeightDecisi
     """
     cap = unit_cap(rules.policy)
     _check_patterns(model, rules)
-    reading = _Reading(model)
-    resident = {weight.name: reason for weight in model.weights if (reason := reading.why_resident(weight, rules))}
-    units = _group(reading, [weight for weight in model.weights if weight.name not in resident], cap)
+    reading = _Reading(model, model.blocks if rules.slice_blocks else ())
+    reading.drop_blocks(reading.resident(model, rules))
+    resident = reading.resident(model, rules)  # without its block a weight may be too small
+    sharded = [weight for weight in model.weights if weight.name not in resident]
+    units = _group(reading, sharded, cap, rules.world_size)
     unit_of = {name: unit.index for unit in units for name in unit.weights}
     decisions = tuple(
         WeightDecision(
@@ -77,9 +88,17 @@ def place_units(model: ModelSpec, units: Sequence[Unit]) -> tuple[WeightDecision
     """Decide every weight of `model` as `units`, given by somebody else, have it.
 
     Raises:
-        SpecError: a unit names a weight that the model does not have, that no segment reads, or that stays whole.
+        SpecError: a unit names a weight that the model does not have, that no segment reads, or that stays whole, or
+            is sliced and not a block's.
     """
     refuse_sharded(model, units)
+    blocks = {block.weights for block in model.blocks}
+    for unit in units:
+        if unit.is_sliced and unit.weights not in blocks:
+            raise SpecError(
+                f"unit {unit.index} ({unit.name}) is sliced, and {model.name} has no block of the weights "
+                f"{', '.join(unit.weights)}: slice what a block lists, columns first"
+            )
     reading = _Reading(model)
     unit_of: dict[str, int] = {}
     for unit in units:
@@ -119,10 +138,39 @@ def unit_stays(model: ModelSpec, units: Sequence[Unit]) -> list[tuple[int, int, 
     return sorted(found, key=lambda stay: (stay[1], stay[0]))
 
 
-class _Reading:
-    """Who reads what, and where a run of segments of one layer ends."""
+def explain_blocks(
+    model: ModelSpec, decisions: Sequence[WeightDecision], units: Sequence[Unit], world_size: int
+) -> tuple[str, ...]:
+    """For each block of `model`, in order: one sentence on whether it is sliced, and why if it is not."""
+    reasons = {decision.weight: decision.reason for decision in decisions if decision.unit is None}
+    by_weights = {unit.weights: unit for unit in units}
+    return tuple(f"{block.name}: {_explain(model, block, reasons, by_weights, world_size)}" for block in model.blocks)
 
-    def __init__(self, model: ModelSpec) -> None:
+
+def _explain(
+    model: ModelSpec,
+    block: BlockSpec,
+    resident: Mapping[str, str],
+    by_weights: Mapping[tuple[str, ...], Unit],
+    world_size: int,
+) -> str:
+    unit = by_weights.get(block.weights)
+    if unit is not None and unit.is_sliced:
+        rows = model.weight(block.weights[0]).shape[0]
+        return f"sliced, each of {world_size} ranks keeps {rows // world_size} of {rows} rows of each weight"
+    kept = next((name for name in block.weights if name in resident), None)
+    if kept is not None:
+        return f"not sliced: {kept} stays resident ({resident[kept]})"
+    why = why_not_sliced([model.weight(name) for name in block.weights], world_size)
+    return f"not sliced: {why or 'its weights are not one sliced unit'}"
+
+
+class _Reading:
+    """Who reads what, where a run of segments of one layer ends, and which weights belong to a block."""
+
+    def __init__(self, model: ModelSpec, blocks: Sequence[BlockSpec] = ()) -> None:
+        self.blocks = {name: block for block in blocks for name in block.weights}
+        self.block_bytes = {block.name: sum(model.weight(name).num_bytes for name in block.weights) for block in blocks}
         self.segments = model.segments
         self.why_kept, self.why_whole = model.why_kept, model.why_whole
         self.position = {weight.name: index for index, weight in enumerate(model.weights)}
@@ -148,7 +196,9 @@ class _Reading:
         return {self.segments[reader].layer for reader in self.readers[name]}
 
     def home(self, name: str) -> tuple[str, int]:
-        """Weights with equal homes may share a unit: one layer, one stretch outside the layers, or only itself."""
+        """Weights with equal homes may share a unit: a block, a layer, a stretch outside the layers, or only itself."""
+        if name in self.blocks:
+            return ("block", self.blocks[name].begin)
         layers = self.layers(name)
         runs = {self.runs[reader] for reader in self.readers[name]}
         layer = next(iter(layers))
@@ -157,6 +207,10 @@ class _Reading:
         if len(layers) == 1 and len(runs) == 1:
             return ("run", min(runs))
         return ("weight", self.position[name])
+
+    def resident(self, model: ModelSpec, rules: UnitRules) -> dict[str, str]:
+        """The weights of `model` that are kept whole, and why."""
+        return {weight.name: reason for weight in model.weights if (reason := self.why_resident(weight, rules))}
 
     def why_resident(self, weight: WeightSpec, rules: UnitRules) -> str:
         """The reason for which `weight` is kept whole; empty if it is sharded."""
@@ -181,9 +235,16 @@ class _Reading:
             return f"read far apart, by {readers[0].path} and {readers[-1].path}: a unit would be gathered twice"
         if None in layers and not rules.outside_layers:
             return f"outside the layers, read by {next(s.path for s in readers if s.layer is None)}"
+        if name in self.blocks:
+            size = self.block_bytes[self.blocks[name].name]
         if size < rules.min_shard_bytes:
             return f"{format_bytes(size)} is below min_shard_bytes {format_bytes(rules.min_shard_bytes)}"
         return ""
+
+    def drop_blocks(self, resident: Iterable[str]) -> None:
+        """Forget blocks that lack a weight: what is left of them is grouped as any other weights."""
+        lacking = {self.blocks[name].name for name in resident if name in self.blocks}
+        self.blocks = {name: block for name, block in self.blocks.items() if block.name not in lacking}
 
     def _refuse_included(self, name: str, rules: UnitRules) -> None:
         """SpecError if a pattern wants to shard the weight `name`, which stays whole."""
@@ -201,26 +262,42 @@ class _Reading:
         return f"{format_bytes(weight.num_bytes)} read by {where}"
 
 
-def _group(reading: _Reading, weights: Sequence[WeightSpec], cap: float) -> tuple[Unit, ...]:
+def _group(reading: _Reading, weights: Sequence[WeightSpec], cap: float, world_size: int) -> tuple[Unit, ...]:
     """Weights of equal homes, in the order in which they are first read, greedily up to `cap` bytes a unit."""
     by_home: dict[tuple[str, int], list[WeightSpec]] = {}
     for weight in sorted(weights, key=lambda w: (reading.readers[w.name][0], reading.position[w.name])):
         by_home.setdefault(reading.home(weight.name), []).append(weight)
-    groups: list[tuple[str, list[WeightSpec]]] = []
+    groups: list[tuple[str, list[WeightSpec], bool]] = []
     for (kind, number), members in by_home.items():
-        parts: list[list[WeightSpec]] = []
-        filled = 0
-        for weight in members:
-            if parts and filled + weight.num_bytes <= cap:
-                parts[-1].append(weight)
-                filled += weight.num_bytes
-            else:
-                parts.append([weight])
-                filled = weight.num_bytes
+        if kind == "block":
+            block = reading.blocks[members[0].name]
+            members.sort(key=lambda weight: block.weights.index(weight.name))
+            groups.append((block.name, members, not why_not_sliced(members, world_size)))
+            continue
+        parts = _parts(members, cap)
         whole = f"layers.{number}" if kind == "layer" and len(parts) == 1 and cap == math.inf else ""
-        groups += [(whole or _unit_name(part), part) for part in parts]
-    groups.sort(key=lambda group: (reading.readers[group[1][0].name][0], reading.position[group[1][0].name]))
-    return tuple(Unit(index, name, tuple(w.name for w in part)) for index, (name, part) in enumerate(groups))
+        groups += [(whole or _unit_name(part), part, False) for part in parts]
+    groups.sort(
+        key=lambda group: min((reading.readers[weight.name][0], reading.position[weight.name]) for weight in group[1])
+    )
+    return tuple(
+        Unit(index, name, tuple(weight.name for weight in part), is_sliced)
+        for index, (name, part, is_sliced) in enumerate(groups)
+    )
+
+
+def _parts(members: Sequence[WeightSpec], cap: float) -> list[list[WeightSpec]]:
+    """`members` in order, as many together as `cap` bytes hold."""
+    parts: list[list[WeightSpec]] = []
+    filled = 0
+    for weight in members:
+        if parts and filled + weight.num_bytes <= cap:
+            parts[-1].append(weight)
+            filled += weight.num_bytes
+        else:
+            parts.append([weight])
+            filled = weight.num_bytes
+    return parts
 
 
 def _unit_name(part: Sequence[WeightSpec]) -> str:
