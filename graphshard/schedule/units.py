@@ -25,6 +25,8 @@ from graphshard.core.specs import BlockSpec, ModelSpec, WeightSpec
 DEFAULT_MIN_SHARD_BYTES = 64 * 1024
 """Norms and biases stay resident: a gather of less costs more than its bytes."""
 
+TOO_SMALL = "is below min_shard_bytes"
+
 Stay = tuple[int, int]
 """Segments `[begin, end)` for which something is needed without a far gap."""
 
@@ -158,8 +160,10 @@ def _explain(
     if unit is not None and unit.is_sliced:
         rows = model.weight(block.weights[0]).shape[0]
         return f"sliced, each of {world_size} ranks keeps {rows // world_size} of {rows} rows of each weight"
-    kept = next((name for name in block.weights if name in resident), None)
-    if kept is not None:
+    whole = [name for name in block.weights if name in resident]
+    if whole:
+        # a small weight follows from another one that is resident: alone it is too small
+        kept = min(whole, key=lambda name: TOO_SMALL in resident[name])
         return f"not sliced: {kept} stays resident ({resident[kept]})"
     why = why_not_sliced([model.weight(name) for name in block.weights], world_size)
     return f"not sliced: {why or 'its weights are not one sliced unit'}"
@@ -238,7 +242,7 @@ class _Reading:
         if name in self.blocks:
             size = self.block_bytes[self.blocks[name].name]
         if size < rules.min_shard_bytes:
-            return f"{format_bytes(size)} is below min_shard_bytes {format_bytes(rules.min_shard_bytes)}"
+            return f"{format_bytes(size)} {TOO_SMALL} {format_bytes(rules.min_shard_bytes)}"
         return ""
 
     def drop_blocks(self, resident: Iterable[str]) -> None:
