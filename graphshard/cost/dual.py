@@ -19,7 +19,7 @@ from graphshard.core.errors import SpecError
 from graphshard.core.specs import ModelSpec
 from graphshard.cost.facts import ModelFacts, Role, WeightFact
 from graphshard.cost.hardware import HardwareSpec
-from graphshard.cost.kernels import ACTIVATION_BITS, collective_us, gather_us, gemm_us
+from graphshard.cost.kernels import ACTIVATION_BITS, collective_us, gather_us, gemm_us, value_bits
 
 Mode = Literal["replicated", "gather", "tensor_parallel"]
 SLICED_ROLES: frozenset[Role] = frozenset({"shared_expert", "mlp"})
@@ -141,7 +141,8 @@ class DualEstimate:
             us += gemm_us(tokens, n, k, gemm.dtype, self.hardware)
         wide_in = max(gemm.k for gemm in self.block.gemms if gemm.split == "column")
         wide_out = max(gemm.n for gemm in self.block.gemms if gemm.split == "row")
-        sizes = (tokens * wide * ACTIVATION_BITS / 8 for wide in (wide_in, wide_out))
+        bits = max(ACTIVATION_BITS, *(value_bits(gemm.dtype) for gemm in self.block.gemms))
+        sizes = (tokens * wide * bits / 8 for wide in (wide_in, wide_out))
         return us + sum(collective_us(size, self.world_size, self.hardware) for size in sizes)
 
 
