@@ -35,7 +35,7 @@ from graphshard.core.ops import (
     StreamName,
     WaitOnce,
 )
-from graphshard.core.specs import ModelSpec
+from graphshard.core.specs import ModelSpec, SegmentSpec
 from graphshard.core.text import digest_of, parse_fields, parse_name
 
 MAX_SLOTS = 2**14
@@ -79,6 +79,11 @@ class SlicedBlock:
 def first_of_block(model: ModelSpec, block: int) -> int:
     """The number by which a gemm runs the first of the three segments of `model.blocks[block]`."""
     return len(model.segments) + len(model.folds) + len(BLOCK_PARTS) * block
+
+
+def numbered_segments(model: ModelSpec) -> tuple[SegmentSpec, ...]:
+    """Every segment that a gemm may run, by its number (Note [segment numbers])."""
+    return (*model.segments, *model.folds, *(one for block in model.blocks for one in block.sliced_segments))
 
 
 @dataclass(frozen=True)

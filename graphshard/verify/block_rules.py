@@ -97,7 +97,7 @@ def _order(facts: Facts, block: int, parts: Mapping[str, Sequence[int]]) -> Iter
         if not parts[name]:
             first = parts[reader][0] if parts[reader] else None
             where = "the program" if first is None else op_text(program, first)
-            text = f"{where} needs a {name} of block {block} before it, and there is none"
+            text = f"{where} needs block {block}'s {name} before it, and there is none"
             yield Violation(13, first, None, None, text)
         for again in parts[name][1:]:
             text = f"{op_text(program, again)}: op {parts[name][0]} is block {block}'s {name} already"

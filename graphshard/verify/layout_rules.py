@@ -8,7 +8,8 @@ from itertools import pairwise
 
 from graphshard.core.layout import Layout, UnitLayout
 from graphshard.core.ops import AgLaunch, Gemm
-from graphshard.core.specs import SegmentSpec
+from graphshard.core.program import numbered_segments
+from graphshard.core.specs import ModelSpec, SegmentSpec
 from graphshard.verify.facts import Facts
 from graphshard.verify.report import Violation, op_text
 
@@ -147,10 +148,14 @@ def segments_read_their_units(facts: Facts) -> Iterator[Violation]:
         return
     unit_of = {view.weight: unit.unit for unit in layout.units for view in unit.views}
     resident = {view.weight for view in layout.resident}
+    segments = numbered_segments(model)
+    sliced = {weight for block in program.blocks for weight in _slices(model, block.index)}
     for index, op in enumerate(program.ops):
         if not isinstance(op, Gemm):
             continue
-        for weight in _weights(model.segments[op.begin : op.end]):
+        for weight in _weights(segments[op.begin : op.end]):
+            if weight in sliced and op.begin >= program.num_segments:
+                continue  # of this rank's shard: `block_rules.blocks_are_the_models`
             if weight not in unit_of and weight not in resident and weight not in model.borrowed:
                 text = f"{op_text(program, index)} reads weight {weight}, which the layout does not place"
                 yield Violation(11, index, None, None, text)
@@ -170,6 +175,11 @@ def folds_read_no_unit(facts: Facts) -> Iterator[Violation]:
             if weight in unit_of:
                 text = f"fold {fold.path} reads weight {weight}, which lies in unit {unit_of[weight]}: keep it resident"
                 yield Violation(11, None, unit_of[weight], None, text)
+
+
+def _slices(model: ModelSpec, block: int) -> tuple[str, ...]:
+    """The weights of a block; none if there is no such block."""
+    return model.blocks[block].weights if 0 <= block < len(model.blocks) else ()
 
 
 def _weights(segments: Sequence[SegmentSpec]) -> Iterator[str]:
