@@ -139,7 +139,7 @@ def test_a_rank_that_does_something_else_is_named() -> None:
 
 
 def test_tokens_are_not_overwritten_before_all_have_read_them() -> None:
-    """With the exit barrier before the copies a fast rank's next prepare runs while a slow one copies the last tokens."""
+    """With the exit barrier before the copies, a fast rank prepares again while a slow one copies the last tokens."""
     program = block_program(block_model(2, attention=False), (SLICED, SLICED))
     listed = lower(program, 2)
     finish = {block.first + BLOCK_PARTS.index("finish") for block in program.blocks}
