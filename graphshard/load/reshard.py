@@ -2,6 +2,9 @@
 
 A unit's bytes in a slot do not depend on the number of ranks, but for the padding at its end. So each unit is read
 from the N chunks in order, and written as M chunks in order; checksums of both are taken on the way.
+
+Where ranks keep slices on either side the two orders differ: such a unit is read twice, once to verify it, and once in
+the order in which it is written. A block that cannot be sliced over M ranks becomes a flat unit, and back.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from pathlib import Path
 
 from graphshard.comm.checksums import Checksum
 from graphshard.core.errors import SpecError
-from graphshard.core.layout import UnitLayout
+from graphshard.core.layout import UnitLayout, chunk_pieces
 from graphshard.load.shard_file import ShardFileWriter
 from graphshard.load.shard_folder import commit_manifest, open_folder, remove_strays
 from graphshard.load.shard_manifest import MANIFEST_NAME, ShardManifest
@@ -44,7 +47,7 @@ def reshard(reader: ShardReader, target: Path, world_size: int) -> ShardManifest
     open_folder(target)
     if (target / MANIFEST_NAME).exists():
         raise SpecError(f"{target} holds shard files already, and would lose them: give a new folder")
-    bare = replace(reader.manifest, world_size=world_size, chunks=())
+    bare = reader.manifest.over(world_size)
     try:
         with contextlib.ExitStack() as stack:
             writers = [stack.enter_context(ShardFileWriter(target, bare, rank)) for rank in range(world_size)]
@@ -65,11 +68,39 @@ def reshard(reader: ShardReader, target: Path, world_size: int) -> ShardManifest
 
 def _reshard_unit(reader: ShardReader, unit: UnitLayout, writers: Sequence[ShardFileWriter]) -> list[int]:
     """Write one unit's chunks; their checksums by rank."""
+    if unit.is_sliced or reader.manifest.layout.units[unit.unit].is_sliced:
+        for _ in reader.unit(unit.unit):
+            pass
+        checksums = [_write_chunk(reader, unit, rank, writer) for rank, writer in enumerate(writers)]
+        reader.check_unchanged()  # what was read now is what was verified
+        return checksums
     sink = _Chunks(unit, lambda rank, begin, data: writers[rank].write("shards", unit.chunk_offset + begin, data))
     for begin, piece in reader.unit(unit.unit):
         sink.add(piece[: max(0, unit.num_bytes - begin)])  # for fewer ranks there may be less padding
     sink.fill()
     return sink.checksums
+
+
+def _write_chunk(reader: ShardReader, unit: UnitLayout, rank: int, writer: ShardFileWriter) -> int:
+    """Write `rank`'s chunk from its weights' bytes; its checksum."""
+    checksum, end = Checksum(), 0
+
+    def write(data: memoryview) -> None:
+        nonlocal end
+        writer.write("shards", unit.chunk_offset + end, data)
+        checksum.update(data)
+        end += len(data)
+
+    def fill(until: int) -> None:
+        while end < until:
+            write(memoryview(_ZEROS)[: until - end])
+
+    for piece in chunk_pieces(unit, rank):
+        fill(piece.chunk_offset)
+        for data in reader.read_again(unit.unit, piece.weight, piece.weight_begin, piece.weight_end):
+            write(data)
+    fill(unit.chunk_bytes)
+    return checksum.value
 
 
 class _Chunks:

@@ -4,6 +4,9 @@
      "alignment_bytes": 256, "weights": [["embed", "float32", [8, 4], null], ...],
      "units": [["layers.0", ["layers.0.q", ...]], ...], "chunks": [["01ab...", ...], ...], "resident": ["77f0...", ...]}
 
+and, where there are any, "blocks": [1, 3], the units whose weights are a block's, and "sliced": [1], those of them that
+lie in slices. Over another number of ranks other blocks may.
+
 Its digest stands in every file and in every file's name, so what belongs together is known without a look at the
 bytes. It depends on the bytes and on where they lie, not on slots, depths or step shapes: those are a runtime's.
 """
@@ -20,6 +23,7 @@ from typing import Any
 from graphshard.core.errors import LoadError, SpecError
 from graphshard.core.layout import Layout, build_layout
 from graphshard.core.plan import Plan, Unit
+from graphshard.core.slices import why_not_sliced
 from graphshard.core.specs import ModelSpec, WeightSpec
 from graphshard.core.text import digest_of
 from graphshard.load.safetensors_file import kind_of
@@ -44,10 +48,13 @@ class ShardManifest:
     """Checksums by rank, then by unit."""
     resident: tuple[int, ...]
     """Checksums by weight, in the order of `layout.resident`."""
+    blocks: tuple[int, ...] = ()
+    """Units that lie in slices wherever their weights can be sliced."""
 
     @staticmethod
     def of(model: ModelSpec, plan: Plan, epoch: int) -> ShardManifest:
         """What is known before the bytes are."""
+        blocks = {block.weights for block in model.blocks} if plan.modes else set()
         return ShardManifest(
             model=model.name,
             world_size=plan.world_size,
@@ -57,7 +64,19 @@ class ShardManifest:
             units=plan.units,
             chunks=(),
             resident=(),
+            blocks=tuple(unit.index for unit in plan.units if unit.is_sliced or unit.weights in blocks),
         )
+
+    def over(self, world_size: int) -> ShardManifest:
+        """The manifest of the same weights over `world_size` ranks, without checksums of chunks."""
+        weights = {weight.name: weight for weight in self.weights}
+        units = [
+            replace(unit, is_sliced=not why_not_sliced([weights[name] for name in unit.weights], world_size))
+            if unit.index in self.blocks
+            else unit
+            for unit in self.units
+        ]
+        return replace(self, world_size=world_size, units=tuple(units), chunks=())
 
     @cached_property
     def layout(self) -> Layout:
@@ -121,6 +140,7 @@ class ShardManifest:
         return json.dumps({"format": FORMAT, "digest": self.digest, **self._content()}, indent=1) + "\n"
 
     def _content(self) -> dict[str, Any]:
+        sliced = [unit.index for unit in self.units if unit.is_sliced]
         return {
             "model": self.model,
             "world_size": self.world_size,
@@ -130,6 +150,7 @@ class ShardManifest:
             "units": [[unit.name, list(unit.weights)] for unit in self.units],
             "chunks": [list(map(_hex, checksums)) for checksums in self.chunks],
             "resident": list(map(_hex, self.resident)),
+            **({"blocks": list(self.blocks), "sliced": sliced} if self.blocks else {}),
         }
 
 
@@ -177,7 +198,10 @@ def _manifest(content: Mapping[str, Any]) -> ShardManifest:
         WeightSpec(name, tuple(shape), dtype, None if strides is None else tuple(strides))
         for name, dtype, shape, strides in content["weights"]
     ]
-    units = [Unit(index, name, tuple(names)) for index, (name, names) in enumerate(content["units"])]
+    blocks, sliced = (content.get(key, []) for key in ("blocks", "sliced"))
+    if set(sliced) - set(blocks) or set(blocks) - set(range(len(content["units"]))):
+        raise ValueError(f"sliced are units {sliced}, blocks are units {blocks}")
+    units = [Unit(index, name, tuple(names), index in sliced) for index, (name, names) in enumerate(content["units"])]
     numbers = [content[key] for key in ("world_size", "epoch", "alignment_bytes")]
     if not all(isinstance(number, int) for number in numbers):
         raise ValueError(f"world_size, epoch and alignment_bytes are {numbers}")
@@ -190,6 +214,7 @@ def _manifest(content: Mapping[str, Any]) -> ShardManifest:
         units=tuple(units),
         chunks=tuple(tuple(int(one, 16) for one in checksums) for checksums in content["chunks"]),
         resident=tuple(int(one, 16) for one in content["resident"]),
+        blocks=tuple(blocks),
     )
 
 

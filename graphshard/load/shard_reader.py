@@ -1,4 +1,4 @@
-"""All shard files of a folder, read as units: piece by piece, each chunk verified when its last byte came by."""
+"""All shard files of a folder, read as units or weights: piece by piece, each chunk verified at its last byte."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from types import TracebackType
 
 from graphshard.comm.checksums import Checksum
+from graphshard.core.layout import UnitLayout, chunk_pieces
 from graphshard.load.shard_file import ShardFile
 from graphshard.load.shard_manifest import ShardManifest, read_manifest
 
@@ -43,7 +44,9 @@ class ShardReader:
         return layout.world_size * layout.shard_bytes + sum(view.num_bytes for view in layout.resident)
 
     def unit(self, unit: int) -> Iterator[tuple[int, memoryview]]:
-        """Pieces of the whole unit `unit`, padding included: where each begins, and its bytes until the next is asked.
+        """Pieces of the whole unit `unit`: where each begins, and its bytes until the next is asked.
+
+        In order and with the padding; of a sliced unit rank by rank, in order for each weight, without it.
 
         Raises:
             LoadError: a chunk is corrupt; said when its end is reached, so use nothing before the iteration has ended.
@@ -52,8 +55,27 @@ class ShardReader:
         for rank, file in enumerate(self._files):
             checksum = Checksum()
             for begin, piece in self._pieces(file, "shards", layout.chunk_offset, layout.chunk_bytes, checksum):
-                yield rank * layout.chunk_bytes + begin, piece
+                if layout.is_sliced:
+                    yield from _of_slices(layout, rank, begin, piece)
+                else:
+                    yield rank * layout.chunk_bytes + begin, piece
             file.check_chunk(unit, checksum.value)
+
+    def read_again(self, unit: int, weight: str, begin: int, end: int) -> Iterator[memoryview]:
+        """Bytes `[begin, end)` of `weight` of `unit`, in order, each piece until the next is asked.
+
+        Nothing is verified, and nobody is told: whoever asks has had the whole unit before.
+        """
+        layout = self.manifest.layout.units[unit]
+        for rank, file in enumerate(self._files):
+            for name, weight_begin, weight_end, chunk_offset in chunk_pieces(layout, rank):
+                first, last = max(begin, weight_begin), min(end, weight_end)
+                if name != weight:
+                    continue
+                for at in range(first, last, PIECE_BYTES):
+                    piece = self._buffer[: min(PIECE_BYTES, last - at)]
+                    file.read_into("shards", layout.chunk_offset + chunk_offset + at - weight_begin, piece)
+                    yield piece
 
     def resident(self, index: int) -> Iterator[tuple[int, memoryview]]:
         """Pieces of the resident weight `index` of the layout, as `unit` has them; ranks hold equal ones."""
@@ -61,6 +83,11 @@ class ShardReader:
         checksum = Checksum()
         yield from self._pieces(self._files[0], "resident", view.offset, view.num_bytes, checksum)
         self._files[0].check_resident(index, checksum.value)
+
+    def check_unchanged(self) -> None:
+        """LoadError if a file was replaced or written to since it was opened."""
+        for file in self._files:
+            file.check_unchanged()
 
     def close(self) -> None:
         """Close all files. Idempotent."""
@@ -85,3 +112,11 @@ class ShardReader:
             self.num_bytes_read += len(piece)
             self._on_bytes(len(piece))
             yield begin, piece
+
+
+def _of_slices(layout: UnitLayout, rank: int, begin: int, piece: memoryview) -> Iterator[tuple[int, memoryview]]:
+    """The parts of `piece`, bytes from `begin` on of `rank`'s chunk, that are weights, by their places in the unit."""
+    for view, one in zip(layout.views, layout.slices, strict=True):
+        first, last = max(begin, one.offset), min(begin + len(piece), one.offset + one.num_bytes)
+        if first < last:
+            yield view.offset + rank * one.num_bytes + first - one.offset, piece[first - begin : last - begin]

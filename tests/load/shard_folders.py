@@ -10,6 +10,7 @@ from typing import Any
 
 from graphshard.comm.checksums import checksum_of
 from graphshard.core.layout import chunk_pieces
+from graphshard.core.plan import Plan
 from graphshard.core.sizes import num_bytes
 from graphshard.core.specs import DeviceSpec, ModelSpec, SegmentSpec, WeightSpec
 from graphshard.load.shard_file import ShardFileWriter
@@ -49,10 +50,17 @@ def self_naming(spec: WeightSpec, version: int = 0) -> bytes:
 
 
 def save_folder(
-    folder: Path, model: ModelSpec, world_size: int, *, version: int = 0, epoch: int = 0, **choices: Any
+    folder: Path,
+    model: ModelSpec,
+    world_size: int,
+    *,
+    version: int = 0,
+    epoch: int = 0,
+    plan: Plan | None = None,
+    **choices: Any,
 ) -> ShardManifest:
     """Shard files of self-naming weights, every chunk put together byte by byte in memory."""
-    plan = make_plan(model, world_size, HOST, **{"min_shard_bytes": 0, **choices})
+    plan = plan or make_plan(model, world_size, HOST, **{"min_shard_bytes": 0, **choices})
     bare = ShardManifest.of(model, plan, epoch)
     layout = bare.layout
     whole = {spec.name: self_naming(spec, version) for spec in model.weights}

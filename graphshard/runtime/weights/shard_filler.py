@@ -186,6 +186,9 @@ def _layout_difference(manifest: ShardManifest, compiled: Compiled) -> str:
         if mine.weights != theirs.weights:
             files, planned = _unit_text(mine.weights), _unit_text(theirs.weights)
             return f"unit {mine.index} is {files} in the files, {planned} in the plan"
+        if mine.is_sliced != theirs.is_sliced:
+            files, planned = (("flat", "in slices")[is_sliced] for is_sliced in (mine.is_sliced, theirs.is_sliced))
+            return f"unit {mine.index} ({mine.name}) lies {files} in the files, {planned} in the plan"
     return f"{len(saved.units)} units in the files, {len(asked.units)} in the plan"
 
 
