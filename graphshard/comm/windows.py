@@ -33,8 +33,10 @@ class WindowTable:
         """Windows registered now; each is one allocation of this rank and one mapping a peer."""
         return len(self._windows)
 
-    def register(self, windows: Mapping[str, Memory]) -> None:
+    def register(self, windows: Mapping[str, Memory], *, read_only: bool = True) -> None:
         """Register `windows` by name (collective). Those registered already, with the same memory, stay as they are.
+
+        Without `read_only` peers may write to them.
 
         Raises:
             DeviceError: an allocation cannot be a window: not exportable, or not on a 4096 B border.
@@ -52,7 +54,7 @@ class WindowTable:
         try:
             _compare([rows for rows, _ in gathered])
             columns = [peer_fds for _, peer_fds in gathered]
-            self._group.agree("window import", lambda: self._import(new, windows, columns))
+            self._group.agree("window import", lambda: self._import(new, windows, columns, read_only))
         finally:
             for _, peer_fds in gathered:
                 _close_all(peer_fds)
@@ -135,12 +137,14 @@ class WindowTable:
                 raise CommError(f"window {name} is registered with other memory: deregister it on all ranks first")
         return name not in self._windows
 
-    def _import(self, names: list[str], windows: Mapping[str, Memory], columns: list[list[int]]) -> None:
+    def _import(
+        self, names: list[str], windows: Mapping[str, Memory], columns: list[list[int]], read_only: bool
+    ) -> None:
         imported: dict[str, list[Memory]] = {}
         for index, name in enumerate(names):
             own = windows[name]
             imported[name] = [
-                own if rank == self._group.rank else self._device.import_memory(fds[index], own.num_bytes, True)
+                own if rank == self._group.rank else self._device.import_memory(fds[index], own.num_bytes, read_only)
                 for rank, fds in enumerate(columns)
             ]
         self._windows.update(imported)
