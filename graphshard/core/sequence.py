@@ -32,6 +32,9 @@ from graphshard.core.ops import StreamName
 from graphshard.core.program import Program
 from graphshard.core.text import digest_of, name_text, parse_fields, parse_name
 
+Place = tuple[str, int, int]
+"""Graph, unit and slot."""
+
 
 @dataclass(frozen=True, slots=True)
 class PrefetchLaunch:
@@ -41,6 +44,11 @@ class PrefetchLaunch:
     unit: int
     slot: int
     stream: StreamName = "prefetch"
+
+    @property
+    def place(self) -> Place:
+        """Where the unit lies, or will."""
+        return self.graph, self.unit, self.slot
 
     def __str__(self) -> str:
         return f"prefetch_launch graph={name_text(self.graph)} unit={self.unit} slot={self.slot} stream={self.stream}"
@@ -54,6 +62,11 @@ class PrefetchWait:
     unit: int
     slot: int
     stream: StreamName = "compute"
+
+    @property
+    def place(self) -> Place:
+        """Where the unit lies, or will."""
+        return self.graph, self.unit, self.slot
 
     def __str__(self) -> str:
         return f"prefetch_wait graph={name_text(self.graph)} unit={self.unit} slot={self.slot} stream={self.stream}"
@@ -103,6 +116,11 @@ class Held:
     graph: str
     unit: int
     slot: int
+
+    @property
+    def place(self) -> Place:
+        """Where the unit lies, or will."""
+        return self.graph, self.unit, self.slot
 
     def __str__(self) -> str:
         return f"held graph={name_text(self.graph)} unit={self.unit} slot={self.slot}"

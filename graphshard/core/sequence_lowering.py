@@ -36,6 +36,7 @@ from graphshard.core.program import Program
 from graphshard.core.sequence import (
     Fold,
     Held,
+    Place,
     PrefetchDiscard,
     PrefetchLaunch,
     PrefetchWait,
@@ -137,7 +138,7 @@ class _Lowering:
         self.ends: dict[str, int] = {}  # graph -> event of its latest replay's end
         self.folded: dict[str, int] = {}  # graph -> event of its latest fold that reads slots
         self.stopped: int | None = None  # event of the host's latest discard
-        self.arrived: dict[tuple[str, int, int], int] = {}  # graph, unit, slot -> event of its latest gather
+        self.arrived: dict[Place, int] = {}  # event of its latest gather
         self.held: dict[tuple[str, int], int] = {}  # graph, unit -> the slot where a fold finds it
         self.owners: dict[int, str] = {}  # slot -> graph whose unit it holds, by issue order
         self.entry: list[int | None] = [None] * self.num_slots
@@ -198,7 +199,7 @@ class _Lowering:
         self.ops += [Wait(event, stream, source) for event in events if event is not None]
         unit, slot = self.unit(op.graph, op.unit), self.slot(op.graph, op.slot)
         self.copy(op.graph, unit, slot, stream, source)
-        self.arrived[op.graph, op.unit, op.slot] = self.record(stream, source)
+        self.arrived[op.place] = self.record(stream, source)
 
     def copy(self, graph: str, unit: int, slot: int, stream: str, source: int) -> None:
         self.ops.append(CopyRun(unit, slot, 0, self.copies[graph], stream, source))
@@ -221,7 +222,7 @@ class _Lowering:
         self.held = {key: slot for key, slot in self.held.items() if key[0] != graph}
 
     def wait_for(self, op: PrefetchWait, stream: str, source: int) -> None:
-        event = self.arrived.get((op.graph, op.unit, op.slot))
+        event = self.arrived.get(op.place)
         if event is not None:
             self.ops.append(Wait(event, stream, source))
         self.held[op.graph, op.unit] = op.slot

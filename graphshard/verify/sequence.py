@@ -125,13 +125,13 @@ def _mismatches(first: StepSequence, second: StepSequence) -> list[Violation]:
     for item in second.entry:
         if item not in first.exit:
             left = next(
-                (f"leaves it {_how(other)}" for other in first.exit if _place(other) == _place(item)), "leaves none"
+                (f"leaves it {_how(other)}" for other in first.exit if other.place == item.place), "leaves none"
             )
             text = f"it expects {_state_text(item)}, but what comes before {left}"
             found.append(Violation(9, None, item.unit, item.slot, text, step=1))
-    expected = set(map(_place, second.entry))
+    expected = {item.place for item in second.entry}
     for item in first.exit:
-        if isinstance(item, PrefetchLaunch) and _place(item) not in expected:
+        if isinstance(item, PrefetchLaunch) and item.place not in expected:
             text = f"{_state_text(item)} is left to it, which it does not expect; discard that between them"
             found.append(Violation(9, None, item.unit, item.slot, text, step=1))
     return found
@@ -146,10 +146,6 @@ def _state_text(item: SlotState) -> str:
 
 def _how(item: SlotState) -> str:
     return "in flight" if isinstance(item, PrefetchLaunch) else "held"
-
-
-def _place(item: SlotState) -> tuple[str, int, int]:
-    return item.graph, item.unit, item.slot
 
 
 def _wanted(sequence: StepSequence) -> list[SlotState]:

@@ -8,6 +8,7 @@ from graphshard.core.ops import AgLaunch
 from graphshard.core.program import Program
 from graphshard.core.sequence import (
     Held,
+    Place,
     PrefetchDiscard,
     PrefetchLaunch,
     PrefetchWait,
@@ -39,7 +40,7 @@ class Stay:
     """The gather of the same unit that overwrote it."""
 
     @property
-    def place(self) -> tuple[str, int, int]:
+    def place(self) -> Place:
         """Graph, unit and slot."""
         return self.graph, self.unit, self.slot
 
@@ -104,7 +105,7 @@ class _Walk:
 
     def wait_for(self, index: int, op: PrefetchWait) -> None:
         stay = self.here.get((self.spaces[op.graph], op.slot))
-        if stay is None or stay.place != (op.graph, op.unit, op.slot):
+        if stay is None or stay.place != op.place:
             self.found.stray_waits.append(index)
         else:
             stay.waits.append(index)

@@ -218,7 +218,7 @@ class _Judge:
         for op in sequence.ops[: source.op]:
             if op.graph == source.graph and isinstance(op, Replay | PrefetchLaunch):
                 return False
-        return source.step > 0 and any((item.graph, item.unit, item.slot) == place for item in sequence.entry)
+        return source.step > 0 and any(item.place == place for item in sequence.entry)
 
     def was_ready(self, source: Source) -> bool:
         """Whether `source`, a gather from outside, was launched over the same unit, waited for and not yet read."""

@@ -9,6 +9,7 @@ from functools import cached_property
 from graphshard.core.sequence import (
     Fold,
     Held,
+    Place,
     PrefetchDiscard,
     PrefetchLaunch,
     PrefetchWait,
@@ -21,9 +22,6 @@ from graphshard.core.sequence import (
 from graphshard.core.specs import ModelSpec
 from graphshard.verify.report import Violation
 from graphshard.verify.sequence_history import SequenceHistory, Stay, is_waited, sequence_history
-
-Place = tuple[str, int, int]
-"""Graph, unit and slot."""
 
 
 @dataclass(frozen=True)
@@ -124,18 +122,14 @@ def gathered_once(facts: SequenceFacts) -> Iterator[Violation]:
     for index in facts.history.stray_waits:
         wait = sequence.ops[index]
         assert isinstance(wait, PrefetchWait)
-        later = [i for i in range(index, len(sequence.ops)) if _launches(sequence.ops[i]) == _launches_of(wait)]
+        later = [i for i in range(index, len(sequence.ops)) if _launches(sequence.ops[i]) == wait.place]
         hint = f"; op {later[0]} launches it later" if later else ""
         text = f"{facts.op(index)}: no gather of unit {wait.unit} into slot {wait.slot} is in flight there{hint}"
         yield Violation(2, index, wait.unit, wait.slot, text)
 
 
 def _launches(op: SequenceOp) -> Place | None:
-    return (op.graph, op.unit, op.slot) if isinstance(op, PrefetchLaunch) else None
-
-
-def _launches_of(wait: PrefetchWait) -> Place:
-    return (wait.graph, wait.unit, wait.slot)
+    return op.place if isinstance(op, PrefetchLaunch) else None
 
 
 def _came(facts: SequenceFacts, stay: Stay) -> str:
@@ -170,7 +164,7 @@ def waited_before_use(facts: SequenceFacts) -> Iterator[Violation]:
 def _hint(facts: SequenceFacts, stay: Stay, read: int) -> str:
     """Which prefetch_wait was meant, if there is one."""
     for index, op in enumerate(facts.sequence.ops):
-        if isinstance(op, PrefetchWait) and (op.graph, op.unit, op.slot) == stay.place:
+        if isinstance(op, PrefetchWait) and op.place == stay.place:
             return f"; its prefetch_wait is op {index} on {op.stream}"
     return f"; issue prefetch_wait before op {read}"
 
@@ -204,17 +198,13 @@ def exit_is_true(facts: SequenceFacts) -> Iterator[Violation]:
     stated, left = facts.sequence.exit, facts.history.left
     for item in stated:
         if item not in left:
-            found = next((f", but `{other}`" for other in left if _place(other) == _place(item)), "")
+            found = next((f", but `{other}`" for other in left if other.place == item.place), "")
             text = f"exit states `{item}`, which the sequence does not leave{found}"
             yield Violation(9, None, item.unit, item.slot, text)
     for item in left:
         if isinstance(item, PrefetchLaunch) and item not in stated:
             text = f"`{item}` is in flight at the end, but exit does not state it"
             yield Violation(9, None, item.unit, item.slot, text)
-
-
-def _place(item: SlotState) -> Place:
-    return item.graph, item.unit, item.slot
 
 
 def folds_exist(facts: SequenceFacts) -> Iterator[Violation]:
