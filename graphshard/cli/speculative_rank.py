@@ -152,7 +152,9 @@ def built(group: Group, request: SpeculativeRequest) -> Iterator[Made]:
         target = compiled(pair.target, model, [(request.batch_size, pair.block)])
         lender = target if pair.draft.model.spec().borrowed else None
         shapes = list(dict.fromkeys(proposer.shapes))
-        draft = compiled(pair.draft, pair.draft_folder, shapes, borrow=lender, head="outside")
+        # a target whose own rules say what is sharded, however small, has a draft that is cut as finely
+        cut = {"min_shard_bytes": 0} if target.model.kept else {}
+        draft = compiled(pair.draft, pair.draft_folder, shapes, borrow=lender, head="outside", **cut)
         tokens = [tokens for _, tokens in proposer.shapes]
         speculation = stack.enter_context(speculate(target, draft, draft_tokens=tokens, run=request.run))
         yield Made(speculation, proposer, alone)
@@ -174,8 +176,7 @@ def _compiled(
         ignore=opened.ignore,
         capture_sizes=shapes,
         timeout_s=TIMEOUT_S,
-        **request.choices,
-        **options,
+        **{**options, **request.choices},
     )
 
 

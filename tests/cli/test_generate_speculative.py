@@ -182,6 +182,7 @@ def test_the_command_decodes_a_kimi_k3_with_a_random_draft(folders: dict[str, Pa
     assert told["replays"] == {"draft": 1, "target": 1, "fold": 1} and told["exchange_us"] is None
     assert told["draft"]["what"].endswith("random weights: it shows the steps, and guesses nothing")
     assert sorted(told["order"]) == [0, 1] and told["num_idle"] == [0, 0]
+    assert told["prefetches"] == [told["num_steps"]["speculative"] + 1, 0]  # the second rank has no prompt
 
 
 @pytest.mark.parametrize(
