@@ -9,25 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from block_programs import KIMI_K3, LLAMA
 from executor import Executor
-from kimi_k3_reference import SIZES
-from kimi_k3_reference import SMALL as KIMI
 from sliced_group import Exchange, SlicedGroup, SplicedActivations, SplicedOutputs
 from torch import Tensor
 
-from graphshard.models.config import LlamaConfig
 from graphshard.models.kimi_k3.folder import random_kimi_k3
 from graphshard.models.llama import random_llama
 from graphshard.runtime.model import Block, SegmentedModel, StepState, blocks_of
 
 Made = tuple[SegmentedModel, dict[str, Tensor]]
 Make = Callable[..., Made]
-
-LLAMA = LlamaConfig(
-    vocab_size=101, hidden_size=48, intermediate_size=96, num_layers=3, num_heads=6, num_kv_heads=2, head_dim=8
-)
-KIMI_K3 = replace(KIMI, sizes=replace(SIZES, num_layers=3, shared=96))
-"""KDA and a dense MLP, KDA and experts, MLA and experts."""
 
 
 def _llama(dtype: str, dual: bool = True, **changes: Any) -> Made:
@@ -54,7 +46,7 @@ another path. That is a handful of roundings a block, and a step has several, ea
 """
 
 
-def _assert_close(got: Tensor, want: Tensor) -> None:
+def assert_close(got: Tensor, want: Tensor) -> None:
     """Each token by itself, the last dimension being its numbers."""
     assert bool(got.isfinite().all())
     scale = want.abs().amax(-1).clamp(min=1e-6)
@@ -81,7 +73,7 @@ def _steps(made: Made, world_size: int, exchange: Exchange) -> None:
         positions = [torch.arange(position, position + t).expand(batch, t)] * world_size
         found = group.step(tokens, positions)
         for rank in range(world_size):
-            _assert_close(found[rank], alone[rank].step(tokens[rank], positions[rank]))
+            assert_close(found[rank], alone[rank].step(tokens[rank], positions[rank]))
         position += t
 
 
@@ -114,7 +106,7 @@ def test_each_block_alone_adds_what_its_segments_add(make: Make, dtype: str, wor
             sliced = state.buffer("hidden").clone()
             state.buffer("hidden").copy_(hidden)
             state.run(model.segments[block.spec.begin : block.spec.end])
-            _assert_close(sliced, state.buffer("hidden"))
+            assert_close(sliced, state.buffer("hidden"))
             added = state.buffer("hidden") - hidden
             assert (sliced - state.buffer("hidden")).abs().max() <= CLOSE[dtype] * max(1.0, float(added.abs().max()))
             state.buffer("hidden").copy_(sliced)
@@ -142,7 +134,7 @@ def test_the_other_orientation_changes_last_bits_alone(make: Make, dtype: str) -
     plain, dual = Executor(plain_model, plain_weights), Executor(model, weights)
     for at in range(3):
         tokens, positions = _tokens(1, 2, 1, at)[0], torch.full((2, 1), at)
-        _assert_close(dual.step(tokens, positions), plain.step(tokens, positions))
+        assert_close(dual.step(tokens, positions), plain.step(tokens, positions))
 
 
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from block_programs import KIMI_K3
 from executor import Executor
 from ranks import run_on_ranks
 from safetensors.torch import save_file
-from test_blocks import KIMI_K3
 
 import graphshard
 from graphshard.comm.group import Group
