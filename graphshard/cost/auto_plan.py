@@ -11,11 +11,13 @@ from graphshard.core.plan import Plan
 from graphshard.core.sizes import parse_bytes
 from graphshard.core.specs import DeviceSpec, ModelSpec, StepShape
 from graphshard.cost.choose import ChooseRequest, choose
+from graphshard.cost.dual_choice import CostChooser
 from graphshard.cost.hardware import HardwareSpec
 from graphshard.cost.hardware_file import named_hardware
 from graphshard.cost.plain import plain_facts
 from graphshard.cost.published import PUBLISHED, hardware
 from graphshard.schedule.auto import make_plan
+from graphshard.schedule.options import AUTO
 
 DECIDED = frozenset({"units", "prefetch_depth", "num_slots", "include", "exclude", "executor", "placed", "replicated"})
 """What `choose` decides. Whoever asks for one of these has decided, and the rules fill in the rest."""
@@ -47,7 +49,8 @@ def auto_plan(
     defaults = (defaults or {}) if world_size > 1 else {}
     figures = figures or figures_of(device)
     if figures is None or DECIDED & set(choices) or world_size == 1:
-        return make_plan(model, world_size, device, step_shapes=step_shapes, **{**defaults, **choices})
+        options = {**defaults, **choices, **_chooser(figures, world_size, device, choices)}
+        return make_plan(model, world_size, device, step_shapes=step_shapes, **options)
     limit = choices.get("memory_limit_bytes")
     chosen = choose(
         ChooseRequest(
@@ -64,8 +67,21 @@ def auto_plan(
     options = {**chosen.options, **choices, "step_shapes": step_shapes}
     if not chosen.options.get("replicated"):
         options |= defaults
+    options |= _chooser(figures, world_size, device, options)
     plan = make_plan(model, world_size, device, **options)
     return replace(plan, reasons=(*chosen.reasons, *plan.reasons))
+
+
+def _chooser(
+    figures: HardwareSpec | None, world_size: int, device: DeviceSpec, options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Who chooses modes of blocks, if that is left to us and the machine is known: an option for `make_plan`."""
+    is_left = options.get("dual") == "auto" and not ({"tune", "chooser"} & set(options))
+    if not is_left or figures is None or world_size == 1:
+        return {}
+    depth = options.get("prefetch_depth", AUTO)
+    is_ahead = depth > 0 if isinstance(depth, int) else device.kind == "cuda" or device.spare_cores > 0
+    return {"chooser": CostChooser(figures, world_size, options.get("transport", "pull"), is_ahead)}
 
 
 def figures_of(device: DeviceSpec) -> HardwareSpec | None:

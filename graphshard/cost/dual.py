@@ -20,6 +20,7 @@ from graphshard.core.specs import ModelSpec
 from graphshard.cost.facts import ModelFacts, Role, WeightFact
 from graphshard.cost.hardware import HardwareSpec
 from graphshard.cost.kernels import ACTIVATION_BITS, collective_us, gather_us, gemm_us, value_bits
+from graphshard.schedule.gating import why_not_tensor_parallel
 
 Mode = Literal["replicated", "gather", "tensor_parallel"]
 SLICED_ROLES: frozenset[Role] = frozenset({"shared_expert", "mlp"})
@@ -56,9 +57,17 @@ class Block:
         if not {"column", "row"} <= splits or "none" in splits:
             return f"{self.name} is not columns followed by rows"
         for gemm in self.gemms:
-            size = gemm.n if gemm.split == "column" else gemm.k
-            if size % world_size:
-                return f"{size} of {self.name} is no multiple of {world_size} ranks"
+            intermediate, hidden = (gemm.n, gemm.k) if gemm.split == "column" else (gemm.k, gemm.n)
+            why = why_not_tensor_parallel(
+                is_asked=True,
+                is_sequence_parallel=True,  # asked of weights that every rank has for tokens of its own
+                world_size=world_size,
+                hidden=hidden,
+                intermediate=intermediate,
+                name=self.name,
+            )
+            if why:
+                return why
         return ""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from graphshard.core.errors import SpecError
@@ -11,8 +11,10 @@ from graphshard.core.layout import Layout, build_layout
 from graphshard.core.plan import Executor, Plan, Residency, Unit
 from graphshard.core.sizes import align_up, bytes_unit, format_bytes, in_unit
 from graphshard.core.specs import DeviceSpec, ModelSpec
+from graphshard.schedule.dual import DualRequest, ModeChooser, choose_modes
 from graphshard.schedule.options import AUTO, PlanOptions, capture_shapes
 from graphshard.schedule.slots import assign_slots, issue_order
+from graphshard.schedule.tune_file import as_tuned
 from graphshard.schedule.units import (
     DEFAULT_MIN_SHARD_BYTES,
     UnitRules,
@@ -57,9 +59,19 @@ def make_plan(model: ModelSpec, world_size: int, device: DeviceSpec, **options: 
     if not isinstance(world_size, int) or world_size < 1:
         raise SpecError(f"world_size is {world_size!r}: a plan needs at least one rank")
     asked = PlanOptions(**options)
+    asked = replace(asked, chooser=_chooser(model, world_size, device, asked))
     plans = (_plan(model, world_size, asked, choice) for choice in _choices(asked, world_size, device))
     limit = asked.memory_limit
     return next(plans) if limit is None else _first_that_fits(model, plans, limit, device.granularity_bytes)
+
+
+def _chooser(model: ModelSpec, world_size: int, device: DeviceSpec, asked: PlanOptions) -> ModeChooser | None:
+    """Who chooses modes where that is left to us; measurements must be of this model, group and device."""
+    if asked.tune is None or world_size == 1:
+        return asked.chooser
+    tuned = as_tuned(asked.tune)
+    tuned.check(model, world_size, asked.transport, device)
+    return tuned
 
 
 def _choices(asked: PlanOptions, world_size: int, device: DeviceSpec) -> list[Choice]:
@@ -129,9 +141,15 @@ def _plan(model: ModelSpec, world_size: int, asked: PlanOptions, choice: Choice)
             exclude=tuple(asked.exclude),
             min_shard_bytes=_min_shard_bytes(model, asked),
             outside_layers=asked.outside_layers,
+            slice_blocks=asked.dual != "off",
+            world_size=world_size,
         )
         decisions, units = choose_units(model, rules)
     residencies, reasons = _residencies(model, units, asked, choice)
+    shapes = capture_shapes(asked.step_shapes)
+    modes, block_reasons = choose_modes(
+        DualRequest(model, world_size, asked.dual, shapes, units, decisions, asked.chooser)
+    )
     return Plan(
         model=model.name,
         world_size=world_size,
@@ -143,11 +161,13 @@ def _plan(model: ModelSpec, world_size: int, asked: PlanOptions, choice: Choice)
         head=asked.head,
         transport=asked.transport,
         executor=choice.executor,
-        step_shapes=capture_shapes(asked.step_shapes),
+        step_shapes=shapes,
         unit_policy=choice.units,
         alignment_bytes=asked.alignment_bytes,
         num_copy_streams=asked.num_copy_streams,
         reasons=(*choice.reasons, *reasons),
+        modes=modes,
+        block_reasons=block_reasons,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, get_args
 
 from graphshard.core.errors import SpecError
@@ -11,6 +12,8 @@ from graphshard.core.patterns import patterns_of
 from graphshard.core.plan import Executor, HeadPolicy, Transport, Unit
 from graphshard.core.sizes import parse_bytes
 from graphshard.core.specs import StepShape
+from graphshard.schedule.dual import Dual, ModeChooser
+from graphshard.schedule.tuned import Tuned
 from graphshard.schedule.units import unit_cap
 
 AUTO: Literal["auto"] = "auto"
@@ -51,6 +54,13 @@ class PlanOptions:
     """For one rank's chunks, slots and resident weights, each rounded up to the device's granularity; or `1GiB`."""
     placed: Sequence[Unit] | None = None
     """The units, as they are: what is sharded, and together with what. All else stays resident."""
+    dual: Dual = "off"
+    """Whether the model's blocks are sliced, and how steps run them: `gather`, `tensor_parallel`, or `auto` (by step
+    shape)."""
+    tune: Tuned | str | Path | None = None
+    """For `dual="auto"`: what `graphshard tune` measured, or its file."""
+    chooser: ModeChooser | None = None
+    """For `dual="auto"` without `tune`: who knows how long blocks take."""
     replicated: bool = False
     """Keep every weight resident; says no more about units, slots and patterns than that there are none."""
 
@@ -62,6 +72,9 @@ class PlanOptions:
         _check_known("head policy", self.head, get_args(HeadPolicy))
         _check_known("transport", self.transport, get_args(Transport))
         _check_known("executor", self.executor, (AUTO, *get_args(Executor)))
+        _check_known("dual", self.dual, get_args(Dual))
+        if self.dual != "auto" and self.tune is not None:
+            raise SpecError(f"tune says which mode each step shape takes, and dual is {self.dual}: say dual auto")
         _check_at_least("prefetch_depth", self.prefetch_depth, 0)
         _check_at_least("num_slots", self.num_slots, 1)
         _check_at_least("num_copy_streams", self.num_copy_streams, 1)
@@ -102,6 +115,7 @@ class PlanOptions:
             "include": bool(self.include),
             "outside_layers": self.outside_layers,
             "placed": bool(self.placed),
+            "dual": self.dual != "off",
         }
         names = [name for name, is_asked in asked.items() if is_asked]
         if names:
