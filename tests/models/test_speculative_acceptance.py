@@ -17,7 +17,7 @@ from graphshard.models.speculative.acceptance import (
     needed_positions,
     rows_for,
 )
-from graphshard.models.speculative.compare import compare_with_plain
+from graphshard.models.speculative.compare import Difference, differences
 
 
 def _decoding(total: int = 20) -> Row:
@@ -115,14 +115,8 @@ def test_prompts_that_cannot_be_decoded_are_refused() -> None:
         rows([[1, 2, 3], [1]])
 
 
-def test_differences_are_counted_once_for_each_sequence() -> None:
-    plain, gaps = [[1, 2, 3], [4, 5, 6], [7, 8, 9]], [[1.0, 1.0, 1.0], [1.0, 9e-4, 1.0], [1e-3, 1.0, 1.0]]
-    same = compare_with_plain(plain, plain, gaps)
-    assert (same.count, same.all_near_ties, same.num_compared) == (0, True, 9)
-    near = compare_with_plain([[1, 2, 3], [4, 9, 9], [7, 8, 9]], plain, gaps)
-    assert [(d.sequence, d.index, d.token, d.plain_token, d.gap) for d in near.firsts] == [(1, 1, 9, 5, 9e-4)]
-    assert (near.count, near.all_near_ties, near.num_compared) == (1, True, 8)
-    far = compare_with_plain([[1, 2, 3], [4, 9, 9], [0, 8, 9]], plain, gaps)
-    assert (far.count, far.all_near_ties, far.num_compared) == (2, False, 6)
-    with pytest.raises(SpecError, match="different lengths"):
-        compare_with_plain([[1]], [[1, 2]], [[1.0, 1.0]])
+def test_a_difference_is_excused_by_a_near_tie_alone() -> None:
+    assert differences(0, [1, 2, 3], [1, 2, 3], [0.0] * 3) == []
+    found = differences(7, [1, 9, 9, 4], [1, 5, 6, 4], [0.0, 9e-4, 1e-3, 0.0])
+    assert found == [Difference(7, 1, 9, 5, 9e-4), Difference(7, 2, 9, 6, 1e-3)]
+    assert [one.is_near_tie for one in found] == [True, False]

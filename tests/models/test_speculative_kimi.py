@@ -20,7 +20,7 @@ from graphshard.core.specs import StepShape
 from graphshard.models.dflash.folder import random_dflash
 from graphshard.models.kimi_k3.folder import random_kimi_k3
 from graphshard.models.kimi_k3.model import KimiK3
-from graphshard.models.speculative.compare import compare_with_plain
+from graphshard.models.speculative.compare import differences, follow
 from graphshard.models.speculative.decoder import Decoded, SpeculativeDecoder
 
 PROMPTS = [[3, 1, 4, 1, 5, 9], [7], [11, 13, 17, 19]]
@@ -79,20 +79,11 @@ def test_every_pair_of_steps_with_0_to_3_right_proposals() -> None:
 
 @pytest.mark.parametrize("variant", ["KDA and MLA", "KDA alone"])
 def test_the_reference_is_plain_decoding_but_for_near_ties(variant: str) -> None:
-    """The same tokens, a token a step, by a model without a ring."""
-    executor, texts = Executor(KimiK3(VARIANTS[variant], 1, LENGTH), _weights(variant)), []
-    gaps: list[list[float]] = []
-    for prompt in PROMPTS:
-        text, near = list(prompt), []
-        for at in range(len(prompt) + NUM_TOKENS - 1):
-            logits = executor.step(torch.tensor([[text[at]]]), torch.tensor([[at]]))[0, 0]
-            if at >= len(prompt) - 1:
-                text.append(int(logits.argmax()))
-                near.append(float(logits.topk(2).values.diff().abs()))
-        texts.append(text[len(prompt) :])
-        gaps.append(near)
-    found = compare_with_plain(_decoded(variant).tokens, texts, gaps)
-    assert found.all_near_ties and found.num_compared > NUM_TOKENS
+    """Along the same texts, a token a step, by a model without a ring."""
+    step = plain_graphs(KimiK3(VARIANTS[variant], 1, LENGTH), _weights(variant), [(1, 1)])[0]
+    for row, (prompt, tokens) in enumerate(zip(PROMPTS, _decoded(variant).tokens, strict=True)):
+        chosen, gaps = follow(step, prompt, tokens)
+        assert len(chosen) == NUM_TOKENS and all(one.is_near_tie for one in differences(row, tokens, chosen, gaps))
 
 
 def test_rows_that_are_done_keep_their_state() -> None:

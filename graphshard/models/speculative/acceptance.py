@@ -112,6 +112,14 @@ def append(row: Row, block: Block, accepted: Accepted, gaps: Sequence[float]) ->
     return accepted.num_tokens - block.num_known + 1
 
 
+def acceptance_length(gained: Sequence[int]) -> float:
+    """Mean tokens that a verify step gained a sequence, 1.0 to the block's size; 0.0 if there was no step.
+
+    `gained` counts steps that had places for proposals.
+    """
+    return sum(gained) / len(gained) if gained else 0.0
+
+
 def rows_for(
     prompts: Sequence[Sequence[int]], num_tokens: int, batch_size: int, vocab_size: int, num_positions: int, block: int
 ) -> list[Row]:

@@ -1,7 +1,7 @@
-"""Two decodings of the same prompts: where they part, and how near a tie that was.
+"""What plain decoding chooses along a text that was decoded otherwise: where it differs, and how near a tie that was.
 
 Steps of different shapes sum in different orders, so their logits differ in the last bits; where two tokens are nearly
-equal, the other may win. From there on a sequence is another text, and comparing further says nothing.
+equal, the other may win.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from graphshard.core.errors import SpecError
+from graphshard.models.speculative.steps import PlainStepLike, choices, write
 
 NEAR_TIE = 1e-3
 """The largest gap between the two largest logits that another order of sums may turn."""
@@ -17,7 +17,7 @@ NEAR_TIE = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first difference of a sequence."""
+    """A place where plain decoding chooses another token."""
 
     sequence: int
     index: int
@@ -25,7 +25,7 @@ class Difference:
     token: int
     plain_token: int
     gap: float
-    """The plain decoding's there."""
+    """By how much plain decoding's largest logit there exceeds the next."""
 
     @property
     def is_near_tie(self) -> bool:
@@ -33,39 +33,30 @@ class Difference:
         return self.gap < NEAR_TIE
 
 
-@dataclass(frozen=True, slots=True)
-class Differences:
-    """Of a decoding from plain decoding; no `firsts`: none."""
+def follow(step: PlainStepLike, prompt: Sequence[int], tokens: Sequence[int]) -> tuple[list[int], list[float]]:
+    """What plain decoding, a token a step, chooses behind `prompt` and each beginning of `tokens`.
 
-    firsts: tuple[Difference, ...]
-    num_compared: int
-    """Tokens up to the first difference of each sequence, itself included."""
+    Where a choice differs the text goes on with that of `tokens`, so what comes behind is compared as well.
 
-    @property
-    def count(self) -> int:
-        """Sequences that differ."""
-        return len(self.firsts)
-
-    @property
-    def all_near_ties(self) -> bool:
-        """Whether every difference is one that the order of sums may explain; so it is where there is none."""
-        return all(first.is_near_tie for first in self.firsts)
-
-
-def compare_with_plain(
-    tokens: Sequence[Sequence[int]], plain_tokens: Sequence[Sequence[int]], gaps: Sequence[Sequence[float]]
-) -> Differences:
-    """Where `tokens` part from `plain_tokens`; `gaps` are the plain decoding's. All by sequence, and equally long.
-
-    Raises:
-        SpecError: they are not.
+    Returns:
+        Its choices, as many as `tokens`; and by how much each one's logit exceeded the next largest.
     """
-    if not [len(row) for row in tokens] == [len(row) for row in plain_tokens] == [len(row) for row in gaps]:
-        raise SpecError("tokens, plain tokens and gaps are of different lengths: decode the same prompts as far")
-    firsts, num_compared = [], 0
-    for sequence, (row, plain, near) in enumerate(zip(tokens, plain_tokens, gaps, strict=True)):
-        index = next((i for i, pair in enumerate(zip(row, plain, strict=True)) if pair[0] != pair[1]), None)
-        num_compared += len(row) if index is None else index + 1
-        if index is not None:
-            firsts.append(Difference(sequence, index, row[index], plain[index], near[index]))
-    return Differences(tuple(firsts), num_compared)
+    text = [*prompt, *tokens]
+    chosen, gaps = [], []
+    for position in range(len(text) - 1):
+        write(step.inputs["tokens"], [[text[position]]])
+        write(step.inputs["positions"], [[position]])
+        step.replay()
+        if position >= len(prompt) - 1:
+            [[token]], [[gap]] = choices(step.outputs["logits"])
+            chosen.append(token)
+            gaps.append(gap)
+    return chosen, gaps
+
+
+def differences(
+    sequence: int, tokens: Sequence[int], plain_tokens: Sequence[int], gaps: Sequence[float]
+) -> list[Difference]:
+    """Where `tokens` of `sequence` are not those of plain decoding, which `follow` gives with its gaps."""
+    rows = enumerate(zip(tokens, plain_tokens, gaps, strict=True))
+    return [Difference(sequence, index, a, b, gap) for index, (a, b, gap) in rows if a != b]

@@ -6,11 +6,12 @@ Without a proposer the same steps gain one token each: the reference, computed a
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from graphshard.core.errors import SpecError
-from graphshard.models.speculative.acceptance import Row, accept, append, block_of, rows_for
+from graphshard.models.speculative.acceptance import Row, accept, acceptance_length, append, block_of, rows_for
 from graphshard.models.speculative.proposers import Proposer
 from graphshard.models.speculative.steps import SpeculativeStepLike, choices, write
 
@@ -30,17 +31,15 @@ class Decoded:
     """Verify steps."""
     gained: list[list[int]]
     """Tokens gained by each verify step of a sequence that had places for proposals, whether there were any or not."""
+    step_s: list[float]
+    """What each step took the host, from before the draft is fed until its tokens are entered."""
+    first_token_s: list[float]
+    """From the beginning to the end of the step that gave a sequence its first token."""
 
     @property
     def acceptance_length(self) -> float:
-        """Mean tokens that such a verify step gained a sequence, 1.0 to the block's size; 0.0 if there was none."""
-        counts = [count for row in self.gained for count in row]
-        return sum(counts) / len(counts) if counts else 0.0
-
-    @property
-    def min_gap(self) -> float:
-        """How near a tie came where a token was chosen."""
-        return min(gap for row in self.gaps for gap in row)
+        """See `acceptance_length`, over all sequences."""
+        return acceptance_length([count for row in self.gained for count in row])
 
 
 class SpeculativeDecoder:
@@ -61,28 +60,42 @@ class SpeculativeDecoder:
         self.num_positions = num_positions
         self._step, self._proposer = step, proposer
 
-    def decode(self, prompts: Sequence[Sequence[int]], num_tokens: int, on_token: OnToken | None = None) -> Decoded:
+    def decode(
+        self,
+        prompts: Sequence[Sequence[int]],
+        num_tokens: int,
+        on_token: OnToken | None = None,
+        before_step: Callable[[], object] | None = None,
+    ) -> Decoded:
         """Generate `num_tokens` tokens for each prompt, all in one batch, from position 0; no token ends a text.
+
+        `before_step` is called before each step, for ranks that have to agree on it.
 
         Raises:
             SpecError: see `rows_for`.
         """
         rows = self.rows(prompts, num_tokens)
         self.begin()
-        num_steps = 0
+        began, used, step_s = time.perf_counter(), rows[: len(prompts)], []
         gained: list[list[int]] = [[] for _ in prompts]
+        first_token_s = [0.0] * len(prompts)
         while not all(row.is_done for row in rows):
+            if before_step is not None:
+                before_step()
+            begin = time.perf_counter()
             decoding = [row.is_decoding for row in rows]
             counts = self.advance(rows)
-            num_steps += 1
-            for i, row in enumerate(rows[: len(prompts)]):
+            step_s.append(time.perf_counter() - begin)
+            for i, row in enumerate(used):
                 if decoding[i]:
                     gained[i].append(counts[i])
+                if counts[i] and len(row.generated) == counts[i]:
+                    first_token_s[i] = time.perf_counter() - began
                 if on_token is not None:
                     for token in row.tokens[len(row.tokens) - counts[i] :]:
                         on_token(i, token)
-        used = rows[: len(prompts)]
-        return Decoded([row.generated for row in used], [row.gaps for row in used], num_steps, gained)
+        tokens, gaps = [row.generated for row in used], [row.gaps for row in used]
+        return Decoded(tokens, gaps, len(step_s), gained, step_s, first_token_s)
 
     def rows(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[Row]:
         """Rows for `prompts`, as many as the batch has.
