@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from graphshard.core.sizes import num_bytes
 from graphshard.core.specs import BlockSpec, ModelSpec
 from graphshard.cost.hardware import HardwareSpec
-from graphshard.cost.kernels import collective_us, stream_us
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +28,16 @@ class MergeTimes:
     """Reduce-scatter, all-gather, and a norm of one rank's tokens between them."""
     merged_us: float
     """All-reduce, and the norm of all ranks' tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What collectives of activations go by."""
+
+    t0_us: float
+    """To start one."""
+    bytes_per_s: float
+    memory_bytes_per_s: float
 
 
 def merge_pairs(model: ModelSpec) -> tuple[tuple[BlockSpec, BlockSpec], ...]:
@@ -49,25 +58,32 @@ def why_no_pair(model: ModelSpec) -> str:
     return f"no such pair in this model: even between {one.name} and {other.name} run {paths}{more}"
 
 
-def merge_times(block: BlockSpec, tokens_per_rank: int, world_size: int, hardware: HardwareSpec) -> MergeTimes:
+def merge_times(block: BlockSpec, tokens_per_rank: int, world_size: int, rates: Rates) -> MergeTimes:
     """Both ways behind `block`, by formula: what a pair would take if a model had one."""
-    whole = num_bytes((world_size * tokens_per_rank, block.width_out), block.dtype, None)
-    own = whole // world_size
-    both = 2 * collective_us(whole, world_size, hardware)
-    start_us = hardware.activation_t0_us if world_size > 1 else 0.0
+    own = num_bytes((tokens_per_rank, block.width_out), block.dtype, None)
+    remote_us = 2 * own * (world_size - 1) / rates.bytes_per_s * 1e6
+    norm_us = 2 * own / rates.memory_bytes_per_s * 1e6  # read and written once
     return MergeTimes(
         tokens_per_rank,
-        separate_us=both + _norm_us(own, hardware),
-        merged_us=both - start_us + _norm_us(whole, hardware),
+        separate_us=2 * rates.t0_us + remote_us + norm_us,
+        merged_us=rates.t0_us + remote_us + world_size * norm_us,
     )
 
 
+def rates_of(hardware: HardwareSpec) -> Rates:
+    """Of activations on a machine."""
+    memory = hardware.memory_bytes_per_s * hardware.memory_efficiency
+    return Rates(hardware.activation_t0_us, hardware.activation_bytes_per_s, memory)
+
+
+def rates_between(few: tuple[int, float], many: tuple[int, float]) -> Rates:
+    """Of two copies (bytes, us) on a host, where what goes to a peer goes through memory as all else does."""
+    (few_bytes, few_us), (many_bytes, many_us) = few, many
+    bytes_per_s = (many_bytes - few_bytes) / max(many_us - few_us, 1e-3) * 1e6
+    return Rates(max(0.0, few_us - few_bytes / bytes_per_s * 1e6), bytes_per_s, bytes_per_s)
+
+
 _MOST_PATHS = 4
-
-
-def _norm_us(activation_bytes: int, hardware: HardwareSpec) -> float:
-    """Read and written once."""
-    return stream_us(2 * activation_bytes, 0.0, hardware)
 
 
 def _neighbours(model: ModelSpec) -> Iterator[tuple[BlockSpec, BlockSpec]]:

@@ -22,11 +22,15 @@ from graphshard.schedule.tuned import MODES, Tuned, TunedRow
 FORMAT = "graphshard-tune-1"
 
 
-def tune_text(tuned: Tuned) -> str:
-    """`tuned` as the content of a file."""
+def tune_content(tuned: Tuned) -> dict[str, Any]:
+    """`tuned` as plain data, in the order of its fields."""
     content = {one.name: getattr(tuned, one.name) for one in fields(tuned)}
-    content["rows"] = [asdict(row) for row in tuned.rows]
-    return json.dumps({"format": FORMAT, **content}, indent=1) + "\n"
+    return {"format": FORMAT, **content, "rows": [asdict(row) for row in tuned.rows]}
+
+
+def tune_text(tuned: Tuned) -> str:
+    """`tuned` as a file has it."""
+    return json.dumps(tune_content(tuned), indent=1) + "\n"
 
 
 def as_tuned(source: Tuned | str | Path) -> Tuned:
@@ -57,7 +61,7 @@ def load_tuned(path: str | Path) -> Tuned:
 
 
 def parse_tuned(content: object) -> Tuned:
-    """The measurements of `content`, as `tune_text` has them; SpecError naming the key that is wrong."""
+    """The measurements of `content`, as `tune_content` has them; SpecError naming the key that is wrong."""
     if not isinstance(content, dict):
         raise SpecError(f"it holds a {type(content).__name__}, not an object")
     if content.get("format") != FORMAT:

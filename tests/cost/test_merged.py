@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from graphshard.core.specs import ModelSpec
-from graphshard.cost.merged import merge_pairs, merge_times, why_no_pair
+from graphshard.cost.merged import merge_pairs, merge_times, rates_between, rates_of, why_no_pair
 from graphshard.cost.published import hardware
 from graphshard.models.config import LlamaConfig
 from graphshard.models.llama import Llama
@@ -41,8 +41,17 @@ def test_blocks_that_touch_are_a_pair() -> None:
 
 
 def test_an_all_reduce_saves_a_start_and_costs_everybodys_tokens_between() -> None:
-    machine, block = hardware("h100"), llama(1).blocks[0]
-    few = merge_times(block, 1, 8, machine)
-    assert few.separate_us - few.merged_us == pytest.approx(machine.activation_t0_us, abs=0.01)
-    many = merge_times(block, 2**20, 8, machine)
+    rates, block = rates_of(hardware("h100")), llama(1).blocks[0]
+    few = merge_times(block, 1, 8, rates)
+    assert few.separate_us - few.merged_us == pytest.approx(rates.t0_us, abs=0.01)
+    many = merge_times(block, 2**20, 8, rates)
     assert many.merged_us > many.separate_us
+    size = 2**20 * block.width_out * 4
+    norm_us = 2 * size / rates.memory_bytes_per_s * 1e6
+    assert many.merged_us - many.separate_us == pytest.approx(7 * norm_us - rates.t0_us)
+
+
+def test_rates_come_from_two_copies() -> None:
+    rates = rates_between((1000, 3.0), (5000, 5.0))
+    assert (rates.t0_us, rates.bytes_per_s, rates.memory_bytes_per_s) == pytest.approx((2.5, 2e9, 2e9))
+    assert rates_between((1000, 1.0), (2000, 3.0)).t0_us == 0.0
