@@ -76,7 +76,7 @@ def _chooser(
     figures: HardwareSpec | None, world_size: int, device: DeviceSpec, options: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Who chooses modes of blocks, if that is left to us and the machine is known: an option for `make_plan`."""
-    is_left = options.get("dual") == "auto" and not ({"tune", "chooser"} & set(options))
+    is_left = options.get("dual") == "auto" and options.get("tune") is None and "chooser" not in options
     if not is_left or figures is None or world_size == 1:
         return {}
     depth = options.get("prefetch_depth", AUTO)

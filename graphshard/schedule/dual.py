@@ -113,6 +113,8 @@ def choose_modes(request: DualRequest) -> tuple[Modes, tuple[str, ...]]:
     chooser = request.chooser or RuleOfThumb(request.world_size)
     if dual == "auto" and len(refused) < len(model.blocks):
         reasons.append(f"modes: {chooser.headline}")
+    elif dual != "auto" and request.chooser is not None:
+        reasons.append(f"modes: {dual} was asked for, whatever is known: {chooser.headline}")
     modes: list[tuple[StepShape, tuple[Mode, ...]]] = []
     for shape in request.step_shapes:
         chosen = [_choice(request, block, shape, chooser, refused) for block in model.blocks]

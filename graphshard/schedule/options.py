@@ -58,7 +58,7 @@ class PlanOptions:
     """Whether the model's blocks are sliced, and how steps run them: `gather`, `tensor_parallel`, or `auto` (by step
     shape)."""
     tune: Tuned | str | Path | None = None
-    """For `dual="auto"`: what `graphshard tune` measured, or its file."""
+    """For `dual="auto"`: what `graphshard tune` measured, or its file. A mode that is asked for goes before it."""
     chooser: ModeChooser | None = None
     """For `dual="auto"` without `tune`: who knows how long blocks take."""
     replicated: bool = False
@@ -73,8 +73,8 @@ class PlanOptions:
         _check_known("transport", self.transport, get_args(Transport))
         _check_known("executor", self.executor, (AUTO, *get_args(Executor)))
         _check_known("dual", self.dual, get_args(Dual))
-        if self.dual != "auto" and self.tune is not None:
-            raise SpecError(f"tune says which mode each step shape takes, and dual is {self.dual}: say dual auto")
+        if self.dual == "off" and self.tune is not None:
+            raise SpecError("tune says how steps run blocks, and dual is off, which slices none: say dual auto")
         _check_at_least("prefetch_depth", self.prefetch_depth, 0)
         _check_at_least("num_slots", self.num_slots, 1)
         _check_at_least("num_copy_streams", self.num_copy_streams, 1)

@@ -9,17 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tuned_cases import HOST, NARROW, blocks_model, measured, rows_of
+from tuned_cases import HOST, NARROW, blocks_model, rows_of, tuned_of
 
 from graphshard.core.errors import SpecError
-from graphshard.core.specs import DeviceSpec
+from graphshard.core.specs import DeviceSpec, StepShape
+from graphshard.schedule.auto import make_plan
 from graphshard.schedule.tune_file import FORMAT, as_tuned, load_tuned, parse_tuned, tune_text
 from graphshard.schedule.tuned import kind_of, kinds_of, time_at
 
 MODEL = blocks_model()
 FIRST = MODEL.blocks[0]
 TIMES = {4: (0.8, 0.2), 64: (1.0, 2.0)}
-TUNED = measured(MODEL, TIMES)
+TUNED = tuned_of(MODEL, TIMES)
 
 
 def test_blocks_alike_but_for_their_layer_are_one_kind() -> None:
@@ -66,7 +67,7 @@ def test_the_choice_says_what_was_measured(tokens: int, mode: str, reason: str) 
 
 
 def test_of_equal_times_the_gathered_one_is_chosen() -> None:
-    tuned = measured(MODEL, {4: (1.5, 1.5)})
+    tuned = tuned_of(MODEL, {4: (1.5, 1.5)})
     assert tuned.choose(MODEL, FIRST, 4).mode == "gather"
 
 
@@ -110,7 +111,7 @@ def test_measurements_of_something_else_are_refused() -> None:
 
 def test_the_digest_is_of_measurements_and_not_of_notes() -> None:
     assert replace(TUNED, notes={}).digest == TUNED.digest
-    slower = measured(MODEL, TIMES | {64: (1.0, 2.1)})
+    slower = tuned_of(MODEL, TIMES | {64: (1.0, 2.1)})
     assert slower.digest != TUNED.digest
     assert replace(TUNED, world_size=3).digest != TUNED.digest
 
@@ -170,3 +171,20 @@ def test_what_is_no_file_is_named(tmp_path: Path) -> None:
 def test_rows_of_one_mode_twice_are_no_measurement() -> None:
     with pytest.raises(SpecError, match="are not gather and tensor_parallel in turn"):
         replace(TUNED, rows=(TUNED.rows[0], TUNED.rows[0]))
+
+
+def test_a_plan_goes_by_the_file_unless_a_mode_is_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "tune.json"
+    path.write_text(tune_text(TUNED))
+    asked: dict[str, Any] = {"step_shapes": [4, 64], "tune": path, "min_shard_bytes": 0}
+    plan = make_plan(MODEL, 2, HOST, dual="auto", **asked)
+    assert dict(plan.modes) == {StepShape(4): ("tensor_parallel",) * 3, StepShape(64): ("gather",) * 3}
+    assert f"modes: {TUNED.headline}" in plan.block_reasons
+    assert any("tensor_parallel, measured: 0.2 ms against 0.8 ms at 4 tokens a rank" in r for r in plan.block_reasons)
+    forced = make_plan(MODEL, 2, HOST, dual="tensor_parallel", **asked)
+    assert {mode for _, modes in forced.modes for mode in modes} == {"tensor_parallel"}
+    assert f"modes: tensor_parallel was asked for, whatever is known: {TUNED.headline}" in forced.block_reasons
+    with pytest.raises(SpecError, match="dual is off, which slices none: say dual auto"):
+        make_plan(MODEL, 2, HOST, **asked)
+    with pytest.raises(SpecError, match="is of transport pull, and this is transport nccl"):
+        make_plan(MODEL, 2, HOST, dual="auto", transport="nccl", **asked)

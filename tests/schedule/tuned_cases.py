@@ -43,7 +43,7 @@ def rows_of(kind: str, times: dict[int, tuple[float, float]]) -> tuple[TunedRow,
     )
 
 
-def measured(model: ModelSpec, times: dict[int, tuple[float, float]], **changes: Any) -> Tuned:
+def tuned_of(model: ModelSpec, times: dict[int, tuple[float, float]], **changes: Any) -> Tuned:
     """Times of every kind of `model`'s blocks, over two ranks of HOST."""
     kinds = tuple(kinds_of(model))
     whole = Tuned(
