@@ -24,7 +24,7 @@ DTYPE = "float32"
 FOLD = "commit_fold"
 HEADS = 8
 HEAD_SIZE = 128
-"""A state of 512 KiB: it stays in a core's cache, as a fold's would in a GPU's."""
+"""A state of 512 KiB: it stays in a core's cache, and leaves the memory's bandwidth to the gathers."""
 DECAY = 0.95
 MIN_UNIT_BYTES = 4096
 _CALIBRATED_RECORDS = 16

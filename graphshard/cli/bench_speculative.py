@@ -64,7 +64,7 @@ beside them}; `event_us` (between two events in a row, that is, what one costs);
 @click.option("--target-size", type=Size(), default="28MiB", show_default=True, help="Of a unit of the target.")
 @click.option("--draft-layers", type=LAYERS, default=3, show_default=True, help="Of the draft, a unit each.")
 @click.option("--target-layers", type=LAYERS, default=3, show_default=True, help="Of the target, a unit each.")
-@click.option("--samples", type=COUNT, default=30, show_default=True, help="Steps of each stream, on each rank.")
+@click.option("--samples", type=COUNT, default=30, show_default=True, help="Steps of each setting, on each rank.")
 @transport_option
 @click.option(
     "--ranks",

@@ -93,7 +93,7 @@ def test_a_kimi_k3_with_a_block_draft(tmp_path: Path) -> None:
         ({"hidden_size": 64}, "hidden_size is 64, the target's is 32"),
         ({"vocab_size": 64}, "vocab_size is 64, the target's is 61"),
         ({"dtype": "bfloat16"}, "dtype is bfloat16, the target's is float32"),
-        ({"taps": (0, 3)}, r"target_layer_ids \(0, 3\) are not all among the target's 3 layers"),
+        ({"taps": (0, 3)}, r"target_layer_ids \[0, 3\] are not all among the target's 3 layers"),
         ({"block": 2}, "a block of 3 for a draft that was made for 2 to 2"),
     ],
 )

@@ -12,17 +12,8 @@ from torch import Tensor
 from graphshard.core.errors import SpecError
 from graphshard.load.writer import write_safetensors
 from graphshard.models.config import DEFAULT_CACHE_LENGTH
-from graphshard.models.dflash.config import DFlashConfig, load_dflash_config
+from graphshard.models.dflash.config import DFlashConfig
 from graphshard.models.dflash.model import DFlash
-
-
-def load_dflash(path: str | Path, max_batch_size: int, cache_length: int = DEFAULT_CACHE_LENGTH) -> DFlash:
-    """The draft whose config.json lies in the folder `path`; its weights are not read.
-
-    Raises:
-        SpecError: the config is missing, malformed or not supported.
-    """
-    return DFlash(load_dflash_config(Path(path)), max_batch_size, cache_length)
 
 
 def random_dflash(

@@ -122,7 +122,12 @@ def _fitting(draft: DFlashConfig, target: TargetConfig, where: str, block: int |
         if mine != wanted:
             raise SpecError(f"{where}: {key} is {mine}, the target's is {wanted}: give a draft made for this target")
     if max(draft.taps) >= num_layers:
-        raise SpecError(f"{where}: target_layer_ids {draft.taps} are not all among the target's {num_layers} layers")
+        raise SpecError(
+            f"{where}: target_layer_ids {list(draft.taps)} are not all among the target's {num_layers} layers: give a "
+            "draft made for this target"
+        )
     if block is not None and not 2 <= block <= draft.block:
-        raise SpecError(f"{where}: a block of {block} for a draft that was made for 2 to {draft.block}")
+        raise SpecError(
+            f"{where}: a block of {block} for a draft that was made for 2 to {draft.block}: use one of those"
+        )
     return replace(draft, block=block or draft.block, tied_embeddings=tied)
