@@ -66,6 +66,8 @@ def as_cost_block(model: ModelSpec, block: BlockSpec) -> Block:
     gemms = []
     for name in block.weights:
         weight = model.weight(name)
+        if len(weight.shape) < 2:
+            continue  # a bias is no gemm; its bytes count
         intermediate = weight.shape[0]
         features = math.prod(weight.shape[1:])
         is_column = name in block.columns
