@@ -28,10 +28,12 @@ Layers = Sequence[tuple[int, Sequence[int]]]
 
 
 def compiled(group: Group, model: SlicedModel, policy: str = "layer", **choices: Any) -> Runtime:
-    """The model on this rank, blocks in slices where they can be."""
+    """The model on this rank, blocks in slices where they can be and always gathered."""
     defaults: dict[str, Any] = {
         "checkpoint": model.tensors(),
-        "placed": sliced_units(model.spec(), group.world_size, policy),
+        "dual": "gather",
+        "units": policy,
+        "min_shard_bytes": 0,
         "capture_sizes": [1],
         "hooks": Hooks(poison=True),
         "timeout_s": 30.0,
@@ -137,10 +139,11 @@ def save(group: Group, folder: Path, layers: Layers) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def load_saved(group: Group, folder: Path, layers: Layers, transport: str) -> list[str]:
+def load_saved(group: Group, folder: Path, layers: Layers, choices: Mapping[str, Any]) -> list[str]:
     """What is wrong after a load of shard files whose own units are taken."""
     model = SlicedModel(layers)
-    with graphshard.compile(model, group, checkpoint=folder, transport=transport, capture_sizes=[1]) as runtime:
+    with graphshard.compile(model, group, checkpoint=folder, capture_sizes=[1], **choices) as runtime:
+        assert any(unit.is_sliced for unit in runtime.plan.units) == (group.world_size != 5)
         return wrong_after(runtime, model, runtime.graph(1).replay) + chunks_wrong(runtime, model)
 
 

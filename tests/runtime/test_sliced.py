@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import sliced_programs as programs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from load_rig import write_checkpoint
-from ranks import MODES, entry_of, rank_environment, run_on_ranks
+from ranks import MODES, entry_of, rank_environment, run_on_ranks, try_on_ranks
 from shard_programs import without_sync
 from sliced_model import SlicedModel, sliced_units
 
@@ -105,10 +106,19 @@ def test_shard_files_are_saved_loaded_and_resharded(tmp_path: Path) -> None:
         with ShardReader(tmp_path / "2", lambda count: None) as reader:
             reshard(reader, tmp_path / f"{world_size}", world_size)
     for world_size in (2, 3, 4, 5):
-        for transport in ("pull", "nccl") if world_size < 4 else ("pull",):
+        for choices in ({}, {"dual": "gather"}, {"dual": "gather", "units": "layer", "min_shard_bytes": 0}):
+            transport = {"transport": "nccl" if world_size % 2 else "pull"}
             folder = tmp_path / f"{world_size}"
-            found = run_on_ranks(programs.load_saved, world_size, folder, LAYERS, transport)
-            assert found == [[]] * world_size, (world_size, transport)
+            found = run_on_ranks(programs.load_saved, world_size, folder, LAYERS, choices | transport)
+            assert found == [[]] * world_size, (world_size, choices)
+
+
+def test_files_of_slices_are_not_taken_for_flat_ones(tmp_path: Path) -> None:
+    run_on_ranks(programs.save, 2, tmp_path / "2", LAYERS)
+    flat = {"placed": [replace(unit, is_sliced=False) for unit in sliced_units(SlicedModel(LAYERS).spec(), 2)]}
+    outcomes = try_on_ranks(programs.load_saved, 2, tmp_path / "2", LAYERS, flat)
+    for outcome in outcomes:
+        assert "unit 1 (0.mlp) lies in slices in the files, flat in the plan" in outcome.error
 
 
 @pytest.mark.parametrize("transport", ["pull", "nccl"])
