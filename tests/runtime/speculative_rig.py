@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -86,8 +86,15 @@ class Pair:
         self.draft = compile_bytes(group, self.models["draft"], **(common | captured | (draft_choices or {})))
         self.spec: Speculation = graphshard.speculate(self.target, self.draft, run=run, **speculate)
 
-    def step(self, size: int = 1, tokens: int = 1, *, skip: bool = False) -> list[str]:
-        """One step on cleared outputs: what segments saw that was not theirs."""
+    def step(
+        self,
+        size: int = 1,
+        tokens: int = 1,
+        *,
+        skip: bool = False,
+        verifying: AbstractContextManager[None] | None = None,
+    ) -> list[str]:
+        """One step on cleared outputs: what segments saw that was not theirs. `verifying` is there during `verify`."""
         step = self.spec.graph(size, tokens)
         pieces = [] if skip else [("draft", step.draft(replay)) for replay in range(step.num_draft_replays)]
         wrong: list[str] = []
@@ -98,7 +105,8 @@ class Pair:
                 tensor.zero_()
             step.propose(replay)
             wrong += self.models["draft"].wrong(piece.outputs, self.versions["draft"])
-        step.verify()
+        with verifying or nullcontext():
+            step.verify()
         step.commit()
         return wrong + self.models["target"].wrong(step.target.outputs, self.versions["target"])
 

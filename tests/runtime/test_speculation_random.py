@@ -12,7 +12,7 @@ def check(world_size: int, transport: str, run: str, seed: int, num_steps: int) 
     found = run_on_ranks(random_steps, world_size, transport, run, seed, num_steps, timeout_s=900.0)
     for one in found:
         assert one["wrong"] == [], f"seed {seed}"
-        assert one["done"].keys() >= {"step", "skip", "discard", "idle", "stalled"}
+        assert one["done"].keys() >= {"step", "skip", "discard", "update", "idle", "stalled"}
         assert one["num_gathers"] > num_steps
     if transport == "nccl":
         assert len({one["trace"] for one in found}) == 1, f"seed {seed}"
