@@ -16,6 +16,7 @@ blocks multiplies by [out, in], and may round otherwise.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -30,63 +31,55 @@ Activated = Callable[[StepState, Tensor], Tensor]
 """The activations `[n, features]` of the input `[n, H]`; as many features as the weights it sees have."""
 
 
-def mlp_block(
-    name: str,
-    layer: int,
-    begin: int,
-    end: int,
-    *,
-    label: str,
-    columns: tuple[str, ...],
-    down: str,
-    hidden_size: int,
-    dtype: str,
-    source: Source,
-    source_reads: tuple[str, ...] = (),
-    activated: Activated,
-    after: Work | None = None,
-    after_reads: tuple[str, ...] = (),
-) -> Block:
-    """The block of an MLP, which is segments `[begin, end)` where it is whole.
+@dataclass(frozen=True)
+class MlpBlock:
+    """An MLP that is segments `[begin, end)` of its model where it is whole."""
 
-    Args:
-        name: of the block.
-        layer: whose MLP it is.
-        begin: its first segment.
-        end: behind its last.
-        label: what its segments' names begin with.
-        columns: gate, up, and their biases if they have any.
-        down: [in, out].
-        hidden_size: H, of its input and its result.
-        dtype: of both.
-        source: makes the input `[t, H]`, of weights `source_reads`.
-        source_reads: none of the sliced ones.
-        activated: what stands before down.
-        after: what follows the sum, with weights `after_reads`.
-        after_reads: none of the sliced ones.
-    """
+    name: str
+    layer: int
+    begin: int
+    end: int
+    label: str
+    """What its segments' names begin with."""
+    columns: tuple[str, ...]
+    """Gate, up, and their biases if they have any."""
+    down: str
+    """Stored [in, out]."""
+    hidden_size: int
+    """H, of its input and its result."""
+    dtype: str
+    source: Source
+    """Makes the input `[t, H]`, of weights `source_reads`."""
+    activated: Activated
+    """Makes what stands before down."""
+    source_reads: tuple[str, ...] = ()
+    after: Work | None = None
+    """What follows the sum, with weights `after_reads`."""
+    after_reads: tuple[str, ...] = ()
 
-    def segment(what: str, reads: tuple[str, ...], run: Work) -> Segment:
-        return Segment(SegmentSpec(f"{label}{what}", layer, reads), run)
+    def block(self) -> Block:
+        """Its segments in slices."""
+        prepare = self._segment("prepare", self.source_reads, _prepare(self.source))
+        compute = self._segment("compute", (*self.columns, self.down), _compute(self.activated, self.down))
+        finish = self._segment("finish", self.after_reads, _finish(self.after))
+        spec = BlockSpec(
+            name=self.name,
+            layer=self.layer,
+            begin=self.begin,
+            end=self.end,
+            columns=self.columns,
+            rows=(self.down,),
+            width_in=self.hidden_size,
+            width_out=self.hidden_size,
+            dtype=self.dtype,
+            prepare=prepare.spec,
+            compute=compute.spec,
+            finish=finish.spec,
+        )
+        return Block(spec, prepare, compute, finish)
 
-    prepare = segment("prepare", source_reads, _prepare(source))
-    compute = segment("compute", (*columns, down), _compute(activated, down))
-    finish = segment("finish", after_reads, _finish(after))
-    spec = BlockSpec(
-        name=name,
-        layer=layer,
-        begin=begin,
-        end=end,
-        columns=columns,
-        rows=(down,),
-        width_in=hidden_size,
-        width_out=hidden_size,
-        dtype=dtype,
-        prepare=prepare.spec,
-        compute=compute.spec,
-        finish=finish.spec,
-    )
-    return Block(spec, prepare, compute, finish)
+    def _segment(self, what: str, reads: tuple[str, ...], run: Work) -> Segment:
+        return Segment(SegmentSpec(f"{self.label}{what}", self.layer, reads), run)
 
 
 def add_product(state: StepState, x: Tensor, down: str) -> None:

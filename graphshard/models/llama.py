@@ -28,7 +28,7 @@ from torch import Tensor
 from graphshard.core.errors import SpecError
 from graphshard.core.specs import BufferRole, BufferSpec, ModelSpec, SegmentSpec, StepShape, WeightSpec
 from graphshard.load.recipe import Read, Recipe, Transpose
-from graphshard.models.blocks import add_product, mlp_block
+from graphshard.models.blocks import MlpBlock, add_product
 from graphshard.models.config import DEFAULT_CACHE_LENGTH, LlamaConfig, load_llama_config
 from graphshard.models.rope import rotate_, rotations
 from graphshard.models.taps import check_taps, tapped, taps_buffer
@@ -225,11 +225,11 @@ class Llama:
             for bias in down[1:]:
                 state.buffer("hidden").add_(state.weight(bias))
 
-        return mlp_block(
-            f"layers.{layer}.mlp",
-            layer,
-            end - 3,
-            end,
+        return MlpBlock(
+            name=f"layers.{layer}.mlp",
+            layer=layer,
+            begin=end - 3,
+            end=end,
             label="mlp_",
             columns=(*gate, *up),
             down=down[0],
@@ -240,7 +240,7 @@ class Llama:
             activated=activated,
             after=tapped(layer, self.taps, add_bias),
             after_reads=down[1:],
-        )
+        ).block()
 
     def _head(self) -> Segment:
         c = self.config

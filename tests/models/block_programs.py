@@ -16,7 +16,7 @@ from graphshard.core.specs import StepShape
 from graphshard.models.config import LlamaConfig
 from graphshard.models.kimi_k3.folder import random_kimi_k3
 from graphshard.models.llama import random_llama
-from graphshard.runtime.model import SegmentedModel
+from graphshard.runtime.model import SegmentedModel, blocks_of
 
 LLAMA = LlamaConfig(
     vocab_size=101, hidden_size=48, intermediate_size=96, num_layers=3, num_heads=6, num_kv_heads=2, head_dim=8
@@ -51,10 +51,11 @@ def alone(family: str, dtype: str, rank: int) -> list[list[float]]:
 
 
 def both_ways(group: Group, family: str, dtype: str, choices: dict[str, Any]) -> dict[str, Any]:
-    """`logits` of the steps, run eagerly and as graphs; `modes` by step shape; whether `kept` bytes stayed the same."""
+    """`logits` of the steps, run eagerly and as graphs; `modes` of blocks by step shape."""
     model, weights = make(family, dtype)
-    with graphshard.compile(model, group, checkpoint=weights, capture_sizes=SHAPES, **choices) as runtime:
-        assert runtime.plan.units
+    options = {"min_shard_bytes": 0, **choices}
+    with graphshard.compile(model, group, checkpoint=weights, capture_sizes=SHAPES, **options) as runtime:
+        assert sum(unit.is_sliced for unit in runtime.plan.units) == len(blocks_of(model)) >= 2
         told: dict[str, Any] = {"eager": [], "graph": []}
         for run, logits in told.items():
             for tokens, positions in steps_of(group.rank):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from graphshard.core.specs import WeightSpec
-from graphshard.models.blocks import mlp_block
+from graphshard.models.blocks import MlpBlock
 from graphshard.models.kimi_k3.config import KimiK3ModelConfig
 from graphshard.models.kimi_k3.declare import Declarations, Pieces, Source, Work, buffer, normalise, rms_norm
 from graphshard.models.kimi_k3.situ import situ
@@ -87,22 +87,21 @@ def _declare_dual_mlp(d: Declarations, layer: int, after: Work | None) -> None:
             torch.mm(gathered, state.weight(name).t(), out=part)
         return situ(out, c.situ_beta, c.situ_linear_beta)
 
-    d.blocks.append(
-        mlp_block(
-            f"layers.{layer}.shared_experts",
-            layer,
-            begin,
-            len(d.segments),
-            label=d.label,
-            columns=columns,
-            down=down,
-            hidden_size=s.hidden,
-            dtype=c.dtype,
-            source=buffer("normed"),
-            activated=activated,
-            after=after,
-        )
+    mlp = MlpBlock(
+        name=f"layers.{layer}.shared_experts",
+        layer=layer,
+        begin=begin,
+        end=len(d.segments),
+        label=d.label,
+        columns=columns,
+        down=down,
+        hidden_size=s.hidden,
+        dtype=c.dtype,
+        source=buffer("normed"),
+        activated=activated,
+        after=after,
     )
+    d.blocks.append(mlp.block())
 
 
 def _declare_experts(d: Declarations) -> None:

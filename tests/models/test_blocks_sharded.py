@@ -1,0 +1,52 @@
+"""Dual models over ranks: gathered steps equal whole ones bit for bit, those in slices per token, within rounding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from block_programs import STEPS, alone, both_ways
+from ranks import run_on_ranks
+from test_blocks import assert_close
+
+
+def check(mode: str, world_size: int, family: str, dtype: str, choices: dict[str, Any], ranks: str) -> None:
+    told = run_on_ranks(both_ways, world_size, family, dtype, {"dual": mode, **choices}, mode=ranks)
+    for rank, one in enumerate(told):
+        assert all(modes and set(modes) == {mode} for modes in one["modes"].values())
+        assert one["eager"] == one["graph"]
+        want = alone(family, dtype, rank)
+        if mode == "gather":
+            assert one["eager"] == want
+        for got, whole, (batch, t) in zip(one["eager"], want, STEPS, strict=True):
+            logits = (torch.tensor(x).view(batch, t, -1).to(getattr(torch, dtype)) for x in (got, whole))
+            assert_close(*logits)
+
+
+CASES = [
+    ("llama", "float32", 2, {}, "threads"),
+    ("llama", "bfloat16", 3, {}, "processes"),
+    ("llama", "float32", 2, {"transport": "nccl"}, "processes"),
+    ("kimi_k3", "float32", 4, {}, "threads"),
+    ("kimi_k3", "float32", 2, {"units": "layer", "prefetch_depth": 1, "executor": "threaded"}, "processes"),
+    ("kimi_k3", "bfloat16", 3, {"transport": "nccl"}, "threads"),
+]
+MORE = [
+    (family, dtype, world_size, {"transport": transport}, ranks)
+    for family in ("llama", "kimi_k3")
+    for world_size in (2, 3, 4)
+    for transport in ("pull", "nccl")
+    for ranks, dtype in (("threads", "bfloat16"), ("processes", "float32"))
+]
+
+
+@pytest.mark.parametrize("mode", ["gather"])
+@pytest.mark.parametrize(
+    ("family", "dtype", "world_size", "choices", "ranks"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)],
+)
+def test_each_rank_has_what_whole_weights_give(
+    mode: str, family: str, dtype: str, world_size: int, choices: dict[str, Any], ranks: str
+) -> None:
+    check(mode, world_size, family, dtype, choices, ranks)
