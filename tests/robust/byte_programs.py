@@ -10,21 +10,27 @@ from byte_model import ByteModel
 from byte_steps import compile_bytes, wrong_after
 from mini import held
 from signs import Stopping, take_order, tell
+from sliced_model import SlicedModel
 
 from graphshard.comm.group import Group
 from graphshard.comm.rejoin import Newcomer
 from graphshard.core.errors import CommError
 
 LAYERS = [[5000, 300], [6000, 400], [7000, 100]]
+BLOCKS = [(24, [100, 40, 80]), (48, [40, 20]), (24, [300, 20])]
 CHOICES = {"units": "layer", "prefetch_depth": 1, "head": "tail", "capture_sizes": [1, 2]}
 
 
-def serve(group: Group, folder: str) -> dict[str, Any]:
-    """Replays and eager steps in turn. Orders: `die.RANK` kills this rank between steps; `stop` ends all."""
-    model, rank = ByteModel(LAYERS), group.rank
+def serve(group: Group, folder: str, dual: str = "off") -> dict[str, Any]:
+    """Replays and eager steps in turn. Orders: `die.RANK` kills this rank between steps; `stop` ends all.
+
+    With `dual` the model has blocks, which lie in slices.
+    """
+    model, rank = ByteModel(LAYERS) if dual == "off" else SlicedModel(BLOCKS), group.rank
     wrong: list[str] = []
     pinned: dict[int, int] = {}
-    with compile_bytes(group, model, **CHOICES) as runtime:
+    with compile_bytes(group, model, **CHOICES, dual=dual) as runtime:
+        assert any(unit.is_sliced for unit in runtime.plan.units) == (dual != "off")
         graph = runtime.graph(batch_size=1)  # held throughout: it stays usable, whoever comes back
         table, nodes, before = runtime.buffer_table(), graph.num_nodes(), held()
         acts = (graph.replay, lambda: runtime.run(1), graph.replay)

@@ -15,9 +15,14 @@ from graphshard.comm.process import ProcessId
 
 
 @pytest.mark.slow
-def test_ranks_die_stop_and_come_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dual", ["off", "gather"])
+def test_ranks_die_stop_and_come_back(dual: str, tmp_path: Path) -> None:
     """Rank 1 dies, and comes back while rank 2 is stopped; then ranks 0 and 1 die at once, and both come back."""
-    with no_growth(), Signs(tmp_path) as signs, start_processes(serve, 3, str(tmp_path), group_timeout_s=60.0) as ranks:
+    with (
+        no_growth(),
+        Signs(tmp_path) as signs,
+        start_processes(serve, 3, str(tmp_path), dual, group_timeout_s=60.0) as ranks,
+    ):
         signs.wait_for("ready", range(3))
         stopped = ProcessId.of(ranks.pids[2])
         ranks.signal(2, signal.SIGSTOP)
