@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from graphshard.core.lowering import Compute, CopyRun, Record
+from graphshard.core.lowering import ActOp, Compute, CopyRun, Record
 from graphshard.core.ops import AgLaunch, Gemm, WaitOnce
 from graphshard.core.program import Program
 from graphshard.core.specs import StepShape
@@ -29,7 +29,7 @@ class BoundRow:
     """A bound op as text: no addresses, so equal on every rank and in every run."""
 
     kind: str
-    """As `_core.OpList` names it: record, wait, copy, call, write_value."""
+    """As `_core.OpList` names it: record, wait, copy, call, write_value; those of an exchange have its name."""
     stream: str
     source: int
     """The program's op it comes from; -1: fork or join."""
@@ -49,6 +49,10 @@ def bound_rows(bound: BoundProgram, world_size: int, rank: int) -> list[BoundRow
         elif isinstance(op, Compute):
             units = ",".join(str(unit) for unit, _ in op.reads) or "-"
             rows.append(BoundRow("call", op.stream, op.op, f"segments={op.begin}:{op.end} units={units}"))
+        elif isinstance(op, ActOp):  # what an exchange becomes is the transport's matter: shown as one
+            verb, block, _ = str(bound.program.ops[op.op]).split()
+            num_left = bound.sources.count(op.op) - sum(row.source == op.op for row in rows)
+            rows += [BoundRow(verb, op.stream, op.op, block)] * num_left
         else:
             kind = "record" if isinstance(op, Record) else "wait"
             rows.append(BoundRow(kind, op.stream, op.op, f"event={op.event}"))

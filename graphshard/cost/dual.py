@@ -141,8 +141,10 @@ class DualEstimate:
         return sum(gemm_us(m, gemm.n, gemm.k, gemm.dtype, self.hardware) for gemm in self.block.gemms)
 
     def _sliced_us(self, tokens: int) -> float | None:
-        if self.block.why_not_sliced(self.world_size):
-            return None
+        return None if self.block.why_not_sliced(self.world_size) else sum(self.sliced_parts_us(tokens))
+
+    def sliced_parts_us(self, tokens: int) -> tuple[float, float, float]:
+        """(act_gather, compute on this rank's slices, reduce_scatter) of a block that can be sliced, in us."""
         us = 0.0
         for gemm in self.block.gemms:
             n = gemm.n // self.world_size if gemm.split == "column" else gemm.n
@@ -151,8 +153,10 @@ class DualEstimate:
         wide_in = max(gemm.k for gemm in self.block.gemms if gemm.split == "column")
         wide_out = max(gemm.n for gemm in self.block.gemms if gemm.split == "row")
         bits = max(ACTIVATION_BITS, *(value_bits(gemm.dtype) for gemm in self.block.gemms))
-        sizes = (tokens * wide * bits / 8 for wide in (wide_in, wide_out))
-        return us + sum(collective_us(size, self.world_size, self.hardware) for size in sizes)
+        gathered, scattered = (
+            collective_us(tokens * wide * bits / 8, self.world_size, self.hardware) for wide in (wide_in, wide_out)
+        )
+        return gathered, us, scattered
 
 
 def blocks_of(model: ModelSpec, facts: ModelFacts) -> tuple[Block, ...]:

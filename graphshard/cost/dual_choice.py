@@ -10,7 +10,7 @@ from graphshard.core.specs import BlockSpec, ModelSpec, StepShape
 from graphshard.cost.dual import Block, BlockGemm, DualEstimate
 from graphshard.cost.hardware import HardwareSpec
 from graphshard.cost.plain import plain_facts
-from graphshard.cost.segments import step_times
+from graphshard.cost.segments import BlockTime, step_times
 from graphshard.schedule.dual import Chosen
 
 
@@ -54,6 +54,15 @@ class CostChooser:
         mode: Mode = "tensor_parallel" if sliced_us < gather_us else "gather"
         both = sorted((sliced_us, gather_us))
         return Chosen(mode, f"predicted: {both[0]:.3g} us against {both[1]:.3g} us at {tokens_per_rank} tokens a rank")
+
+
+def block_times(model: ModelSpec, hardware: HardwareSpec, world_size: int, tokens_per_rank: int) -> list[BlockTime]:
+    """Each block of `model` in slices, by itself, in steps of so many tokens of each rank."""
+    times = []
+    for block in model.blocks:
+        estimate = DualEstimate(as_cost_block(model, block), hardware, world_size)
+        times.append(BlockTime(*estimate.sliced_parts_us(tokens_per_rank * world_size)))
+    return times
 
 
 def _before(model: ModelSpec, block: BlockSpec) -> range:

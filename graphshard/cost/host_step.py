@@ -13,6 +13,7 @@ from typing import cast
 from graphshard.core.layout import Layout, build_layout
 from graphshard.core.plan import Plan, Transport
 from graphshard.core.specs import ModelSpec, StepShape
+from graphshard.cost.dual_choice import block_times
 from graphshard.cost.facts import ModelFacts
 from graphshard.cost.hardware import HardwareSpec
 from graphshard.cost.segments import SegmentTime, StepTimes, step_times
@@ -40,8 +41,12 @@ def predict_step(
     times, transport = times_of_plan(
         model, layout, plan, step_times(model, facts, shape, hardware, context_tokens), hardware
     )
+    program = emit(model, plan, shape)
+    if program.blocks:
+        tokens = shape.batch_size * shape.tokens_per_sequence
+        times = replace(times, blocks=tuple(block_times(model, hardware, plan.world_size, tokens)))
     return predict(
-        emit(model, plan),
+        program,
         layout,
         times,
         hardware,

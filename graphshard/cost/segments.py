@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
+from graphshard.core.errors import SpecError
+from graphshard.core.lowering import ActCollective, ActCopies, ActOp
+from graphshard.core.program import Program
 from graphshard.core.specs import ModelSpec, SegmentSpec, StepShape
 from graphshard.cost.facts import LayerFact, ModelFacts, WeightFact
 from graphshard.cost.hardware import HardwareSpec
@@ -35,12 +38,23 @@ class SegmentTime:
     """Alone, its weights in a cache that their gather has just filled."""
 
 
+@dataclass(frozen=True, slots=True)
+class BlockTime:
+    """Microseconds of one block in slices: prepare and finish are elementwise, and counted with the exchanges."""
+
+    gather_us: float
+    compute_us: float
+    scatter_us: float
+
+
 @dataclass(frozen=True)
 class StepTimes:
     """Every segment of a model at one step shape, in order. Gathers are not in it: it is the replicated step."""
 
     shape: StepShape
     segments: tuple[SegmentTime, ...]
+    blocks: tuple[BlockTime, ...] = ()
+    """By block of the model; empty if none is to be predicted in slices."""
 
     @cached_property
     def ends_us(self) -> tuple[float, ...]:
@@ -51,6 +65,26 @@ class StepTimes:
     def total_us(self) -> float:
         """The replicated step."""
         return self.ends_us[-1]
+
+    def of_parts(self, program: Program, numbers: Sequence[int]) -> float:
+        """The segments of tensor-parallel blocks that have these numbers."""
+        parts = [(block.index, block.part_of(number)) for block in program.blocks for number in numbers]
+        return sum(self.block(index).compute_us for index, part in parts if part == "compute")
+
+    def of_exchange(self, op: ActOp) -> float:
+        """A part of an exchange: its copies or its collective; flags and the sum are counted with them."""
+        block = self.block(op.block)
+        if isinstance(op, ActCopies):
+            return block.gather_us if op.what == "tokens" else block.scatter_us
+        if isinstance(op, ActCollective):
+            return block.gather_us if op.kind == "all_gather" else block.scatter_us
+        return 0.0
+
+    def block(self, index: int) -> BlockTime:
+        """Of block `index`; SpecError if nothing is known of it."""
+        if index >= len(self.blocks):
+            raise SpecError(f"block {index} is tensor-parallel, and its times are not known: give StepTimes.blocks")
+        return self.blocks[index]
 
 
 def step_times(

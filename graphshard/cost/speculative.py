@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from graphshard.core.errors import SpecError
 from graphshard.core.layout import Layout
-from graphshard.core.lowering import ORIGIN, Compute, CopyRun, Lowered, LoweredOp, Record, Wait, lower
+from graphshard.core.lowering import ORIGIN, ActOp, Compute, CopyRun, Lowered, LoweredOp, Record, Wait, lower
 from graphshard.core.ops import RecordOutputs
 from graphshard.core.sequence import Fold, Held, PrefetchLaunch, PrefetchWait, SequenceOp, StepSequence
 from graphshard.core.sequence_lowering import ENTRY_STEP, LoweredSequence, Source, lower_sequences
@@ -157,6 +157,9 @@ class _SequenceWork:
         if fold.segment not in folds_us:
             raise SpecError(f"fold {fold.segment} of graph {fold.graph} has no time: give it in GraphCost.folds_us")
         return folds_us[fold.segment], folds_us[fold.segment] * self.hardware.overlap_compute
+
+    def exchange_us(self, op: ActOp) -> float:
+        return self.works[self.made.source(op).graph].exchange_us(op)
 
     def gate_slot(self, op: Record) -> int | None:
         return None  # bytes in slots are each graph's own prediction

@@ -18,7 +18,7 @@ from typing import Protocol
 
 from graphshard.core.errors import ProgramError
 from graphshard.core.layout import Layout
-from graphshard.core.lowering import ORIGIN, Compute, CopyRun, Lowered, LoweredOp, Record, Wait, lower
+from graphshard.core.lowering import ORIGIN, ActOp, Compute, CopyRun, Lowered, LoweredOp, Record, Wait, lower
 from graphshard.core.ops import AgLaunch, Gemm, RecordGate, WaitOnce
 from graphshard.core.plan import Executor, Transport
 from graphshard.core.program import Program
@@ -26,6 +26,7 @@ from graphshard.core.timeline import Span, Timeline
 from graphshard.cost.hardware import HardwareSpec
 from graphshard.cost.kernels import gather_us
 from graphshard.cost.segments import StepTimes
+from graphshard.cost.slot_peak import peak_slot_bytes
 
 NOTHING = -1
 """No work came before: the beginning of the step."""
@@ -115,7 +116,7 @@ def predict(
         critical_path=found.critical_path(),
         replicated_us=times.total_us,
         reserved_bytes=layout.shard_bytes + layout.slot_bytes + layout.resident_bytes,
-        peak_slot_bytes=_peak_slot_bytes(found, program, layout),
+        peak_slot_bytes=peak_slot_bytes(found.gathers, found.gates, program, layout),
         num_nodes=num_nodes,
         launch_us=hardware.launch_us + hardware.launch_us_per_node * num_nodes,
     )
@@ -131,6 +132,9 @@ class Walked(Protocol):
 
     def compute_us(self, op: Compute) -> tuple[float, float]:
         """(alone, beside a gather)."""
+
+    def exchange_us(self, op: ActOp) -> float:
+        """What a part of an exchange between ranks takes."""
 
     def gate_slot(self, op: Record) -> int | None:
         """The slot whose gate `op` records, if it does."""
@@ -164,11 +168,20 @@ class Work:
 
     def compute_us(self, op: Compute) -> tuple[float, float]:
         """(alone, beside a gather)."""
+        if op.begin >= self.program.num_segments:
+            us = self.times.of_parts(self.program, range(op.begin, op.end))
+            return us, us * self.hardware.overlap_compute
         segments = self.times.segments[op.begin : op.end]
         return sum(one.alone_us for one in segments), sum(one.shared_us for one in segments)
 
+    def exchange_us(self, op: ActOp) -> float:
+        """Its copies or its collective; ranks are taken to come to it together."""
+        return self.times.of_exchange(op)
+
     def cached_us(self, op: Compute) -> float:
         """With its weights in a cache."""
+        if op.begin >= self.program.num_segments:
+            return self.compute_us(op)[0]
         return sum(one.cached_us for one in self.times.segments[op.begin : op.end])
 
     def gate_slot(self, op: Record) -> int | None:
@@ -190,6 +203,8 @@ class Work:
         unit = self.unit_of(op)
         if isinstance(op, CopyRun):
             return Span(op.stream, "copy", f"unit={op.unit}", begin_us, end_us, op.unit)
+        if isinstance(op, ActOp):
+            return Span(op.stream, "copy", " ".join(str(source).split()[:2]), begin_us, end_us)
         name = "fork or join" if source is None else f"wait unit={unit}"
         return Span(op.stream, "wait", name, begin_us, end_us, unit)
 
@@ -245,6 +260,10 @@ def _walk_one_worker(lowered: Lowered, work: Work) -> Found:
                 found.gathers.append((op.slot, now, op.unit))
                 copied_before[op.unit] = copied
                 copied += work.unit_bytes[op.unit]
+        elif isinstance(op, ActOp):
+            us = work.exchange_us(op)
+            if not us:
+                continue
         else:
             since = [copied - copied_before[unit] for unit, _ in op.reads if unit in copied_before]
             in_cache = len(since) == len(op.reads) > 0 and max(since) <= work.hardware.cache_bytes
@@ -265,7 +284,9 @@ class _Active:
 
     __slots__ = ("begin_us", "cause", "left_us", "op", "slowdown")
 
-    def __init__(self, op: Compute | CopyRun, left_us: float, slowdown: float, begin_us: float, cause: int) -> None:
+    def __init__(
+        self, op: Compute | CopyRun | ActOp, left_us: float, slowdown: float, begin_us: float, cause: int
+    ) -> None:
         self.op, self.left_us, self.slowdown = op, left_us, slowdown
         self.begin_us, self.cause = begin_us, cause
 
@@ -314,7 +335,7 @@ class Walk:
                     self.waiting.setdefault(op.event, []).append(stream)
                     return
                 self.waited(op)
-            else:
+            elif not isinstance(op, ActOp) or self.work.exchange_us(op):  # flags take no time here
                 queue.popleft()
                 self.begin(op)
                 return
@@ -334,12 +355,14 @@ class Walk:
             else:
                 self.found.exposed[unit] = self.found.exposed.get(unit, 0.0) + self.now - began
 
-    def begin(self, op: Compute | CopyRun) -> None:
+    def begin(self, op: Compute | CopyRun | ActOp) -> None:
         """A stream's next piece of work."""
         if isinstance(op, CopyRun):
             if op.begin == 0:
                 self.found.gathers.append((op.slot, self.now, op.unit))
             us, slowdown = self.work.copy_us(op), self.work.hardware.overlap_copy
+        elif isinstance(op, ActOp):
+            us, slowdown = self.work.exchange_us(op), 1.0
         else:
             us, shared_us = self.work.compute_us(op)
             slowdown = shared_us / us if us > 0 else 1.0
@@ -362,29 +385,3 @@ class Walk:
                 span = self.work.span(one.op, one.begin_us, self.now)
                 self.cause[stream] = self.found.work(span, one.cause)
                 self.runnable.append(stream)
-
-
-def _peak_slot_bytes(found: Found, program: Program, layout: Layout) -> int:
-    """The most bytes of units in slots at once."""
-    units: dict[int, list[tuple[float, int]]] = {
-        slot: [(0.0, unit)] for slot, unit in enumerate(program.entry) if unit is not None
-    }
-    for slot, begin, unit in found.gathers:
-        units.setdefault(slot, []).append((begin, unit))
-    changes: list[tuple[float, int]] = []
-    for slot, stays in units.items():
-        gates = found.gates.get(slot, [])
-        for number, (begin, unit) in enumerate(stays):
-            size = layout.units[unit].num_bytes
-            changes.append((begin, size))
-            if number < len(gates):
-                changes.append((gates[number], -size))
-    return _highest(changes)
-
-
-def _highest(changes: Sequence[tuple[float, int]]) -> int:
-    held = highest = 0
-    for _, change in sorted(changes):
-        held += change
-        highest = max(highest, held)
-    return highest
