@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -54,7 +54,7 @@ class TuneRequest:
     num_layers: int
     """Layers with a block of the kind that are built, at most: as many as a cache does not hold."""
     transport: Transport
-    device_kind: str
+    device_kind: Literal["host", "cuda"]
     device: str
     """Its name."""
     settings: Mapping[str, Any]

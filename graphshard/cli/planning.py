@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 import click
 
 from graphshard.cli.common import refuse_given
+from graphshard.cli.counts import Counts
 from graphshard.core.errors import SpecError
 from graphshard.core.layout import Layout, build_layout
 from graphshard.core.plan import HeadPolicy, Plan, Transport
@@ -17,16 +18,19 @@ from graphshard.core.program import Program
 from graphshard.core.specs import DeviceSpec, ModelSpec, StepShape
 from graphshard.models.open import open_spec_model
 from graphshard.schedule.auto import make_plan
+from graphshard.schedule.dual import Dual
 from graphshard.schedule.emit import emit_all
 from graphshard.schedule.options import AUTO, MAX_COPY_STREAMS
 from graphshard.schedule.synthetic import LLAMA_WEIGHTS, ONE_WEIGHT, synthetic_model
+from graphshard.schedule.tune_file import load_tuned
 from graphshard.schedule.units import unit_cap
 
 ANY_DEVICE = DeviceSpec(kind="host", name="any", memory_bytes=2**62)
 """For plans that are only looked at: it refuses none for its size."""
 
 LAYERS = click.IntRange(1, 10_000)
-SHAPES = click.IntRange(1, 4096)
+MOST_SHAPES = 4096
+SHAPES = click.IntRange(1, MOST_SHAPES)
 """Step shapes that are counted from 1 on."""
 RANKS = click.IntRange(1, 4096)
 COPY_STREAMS = click.IntRange(1, MAX_COPY_STREAMS)
@@ -55,6 +59,21 @@ class IntOrAuto(click.ParamType[int | str]):
         if not str(value).isdecimal():
             self.fail(f"{value!r} is neither a number nor auto", param, ctx)
         return int(value)
+
+
+class BatchSizes(click.ParamType[list[int]]):
+    """Batch sizes: 1 to a number, or those of a list."""
+
+    name = "number|count,..."
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[int]:
+        """The sizes; a usage error if there is none, or too many."""
+        if not isinstance(value, str):
+            return list(value)
+        if "," in value:
+            return Counts().convert(value, param, ctx)
+        most = click.IntRange(1, MOST_SHAPES)(value, param, ctx)
+        return list(range(1, int(most) + 1))
 
 
 class Units(click.ParamType[str]):
@@ -108,18 +127,22 @@ class PlanRequest:
     head: str
     transport: Transport
     num_copy_streams: int
-    capture_sizes: int
+    capture_sizes: list[int]
+    dual: Dual
+    tune: Path | None
 
     def choices(self) -> dict[str, Any]:
         """As `make_plan` takes them."""
+        options: dict[str, Any] = {"dual": self.dual} if self.dual != "off" else {}
         return {
+            **options,
             "units": self.units,
             "prefetch_depth": self.prefetch_depth,
             "num_slots": self.num_slots,
             "head": self.head,
             "transport": self.transport,
             "num_copy_streams": self.num_copy_streams,
-            "step_shapes": [StepShape(b) for b in range(1, self.capture_sizes + 1)],
+            "step_shapes": [StepShape(size) for size in self.capture_sizes],
         }
 
 
@@ -161,8 +184,20 @@ def plan_request(function: Decorated) -> Decorated:
             "--num-copy-streams", type=COPY_STREAMS, default=1, show_default=True, help="Streams that gather."
         ),
         click.option(
-            "--capture-sizes", type=SHAPES, default=1, show_default=True, help="Step shapes: batch sizes 1 to this."
+            "--capture-sizes",
+            type=BatchSizes(),
+            default="1",
+            show_default=True,
+            help="Step shapes: batch sizes 1 to this, or a list of them.",
         ),
+        click.option(
+            "--dual",
+            type=click.Choice(get_args(Dual)),
+            default="off",
+            show_default=True,
+            help="How steps run the model's blocks: on gathered weights, or every rank on its slice of them.",
+        ),
+        click.option("--tune", type=click.Path(path_type=Path), help="File of `tune`, for --dual auto."),
     ]
     for option in reversed(options):
         function = option(function)
@@ -173,12 +208,15 @@ def model_of(request: PlanRequest) -> ModelSpec:
     """The model that the request names, as data."""
     if request.model is not None:
         refuse_given(("layers", "weights"), "a model's folder says what its layers are: leave it out, or --model")
-        return open_spec_model(request.model).spec()
+        return open_spec_model(request.model, dual=request.dual != "off").spec()
+    if request.dual != "off":
+        raise click.UsageError(f"--dual {request.dual}: a synthetic model has no blocks; give --model")
     return synthetic_model(request.layers, LLAMA_WEIGHTS if request.weights == "llama" else ONE_WEIGHT)
 
 
 def planned(request: PlanRequest) -> Planned:
     """Model, plan, layout and programs. Not verified: `graphshard verify` does that."""
-    model = model_of(request)
-    plan = make_plan(model, request.world_size, ANY_DEVICE, **request.choices())
+    model, tuned = model_of(request), None if request.tune is None else load_tuned(request.tune)
+    device = ANY_DEVICE if tuned is None else replace(ANY_DEVICE, kind=tuned.device_kind)
+    plan = make_plan(model, request.world_size, device, tune=tuned, **request.choices())
     return Planned(model, plan, build_layout(model, plan), emit_all(model, plan))

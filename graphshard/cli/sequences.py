@@ -64,7 +64,10 @@ def draft_request(function: Decorated) -> Decorated:
 def split_draft(options: dict[str, Any]) -> tuple[PlanRequest, DraftRequest]:
     """The two requests in a command's options."""
     draft = DraftRequest(**{name: options.pop(name) for name in DRAFT_OPTIONS})
-    return PlanRequest(**options), draft
+    request = PlanRequest(**options)
+    if draft.draft_layers is not None and request.dual != "off":
+        raise click.UsageError("--dual goes without --draft-layers: a cut model has no blocks")
+    return request, draft
 
 
 def first_layers(model: ModelSpec, num_layers: int) -> ModelSpec:

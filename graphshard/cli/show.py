@@ -13,13 +13,17 @@ from graphshard.cli.planning import Planned, PlanRequest, plan_request, planned
 from graphshard.cli.sequences import DRAFT_OPTIONS, PlannedStep, draft_request, planned_step, split_draft
 from graphshard.core.lowering import Lowered, lower
 from graphshard.core.specs import StepShape
+from graphshard.report.tables import table_of
+from graphshard.schedule.dual import mode_rows
 
 NOUNS = ("model", "plan", "layout", "program", "sequence", "bound", "graph")
+MODE_COLUMNS = {"step_shape": "step shape", "blocks": "blocks", "mode": "mode", "why": "why"}
 Rows = list[dict[str, Any]]
 
 
 JSON_HELP = """JSON keys: `noun`, `text`, `digest` (not of bound and graph), `step_shapes` (of program, bound and
 graph); `rows` has one row for each op, or for each part of a model, plan or layout, with the noun's own fields;
+`modes` (of a plan with blocks) {step_shape, blocks, mode, why};
 `sequences` (of sequence): the names that --sequence knows, each with its digest."""
 
 
@@ -62,7 +66,11 @@ def command(out: Output, noun: str, sequence: str, lowered: bool, **options: Any
         return
     value: Any = getattr(made, noun)
     out.say(value.text().rstrip())
-    out.emit(rows_of(value), noun=noun, text=value.text(), digest=value.digest)
+    modes = mode_rows(made.plan) if noun == "plan" else []
+    if modes:
+        out.say(table_of(modes, MODE_COLUMNS, "how steps run blocks, and why"))
+    facts = {"modes": modes} if modes else {}
+    out.emit(rows_of(value), noun=noun, text=value.text(), digest=value.digest, **facts)
 
 
 def rows_of(value: Any) -> Rows:

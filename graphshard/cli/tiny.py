@@ -57,7 +57,7 @@ class TinyRuntimes:
         choices = {**self._request.choices(), "step_shapes": [SHAPE]}
         if self._request.model is not None:
             folder = self._request.model
-            model, recipes, ignore = open_model(folder, max_batch_size=1)
+            model, recipes, ignore = open_model(folder, max_batch_size=1, dual=self._request.dual != "off")
             plan = make_plan(model.spec(), group.world_size, ANY_DEVICE, **choices)
             return compile_shown(
                 model, group, checkpoint=folder, recipes=recipes, ignore=ignore, plan=plan, capture_sizes=()

@@ -18,7 +18,18 @@ from graphshard.core.program import Program
 from graphshard.core.sequence import StepSequence
 from graphshard.verify import Report, verify, verify_sequences
 
-PLAN_OPTIONS = ("layers", "weights", "model", "units", "prefetch_depth", "num_slots", "head", "capture_sizes")
+PLAN_OPTIONS = (
+    "layers",
+    "weights",
+    "model",
+    "units",
+    "prefetch_depth",
+    "num_slots",
+    "head",
+    "capture_sizes",
+    "dual",
+    "tune",
+)
 """What files make superfluous; copies and their streams are no part of a file."""
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import exp, log
-from typing import Any
+from typing import Any, Literal
 
 from graphshard.core.errors import SpecError
 from graphshard.core.plan import Mode, Transport
@@ -53,7 +53,7 @@ class Tuned:
     model_digest: str
     world_size: int
     transport: Transport
-    device_kind: str
+    device_kind: Literal["host", "cuda"]
     device: str
     """Its name."""
     settings: Mapping[str, Any]
@@ -177,8 +177,7 @@ def _reason(pair: str, measured: Sequence[int], tokens: int) -> str:
         nearest = measured[0] if tokens < measured[0] else measured[-1]
         return f"measured: {pair} at {nearest} tokens a rank, the nearest to {tokens}"
     at = bisect_left(measured, tokens)
-    between = f"{measured[at - 1]} and {measured[at]}"
-    return f"measured at {between} tokens a rank, and so between them: {pair} at {tokens}"
+    return f"between those measured at {measured[at - 1]} and {measured[at]} tokens a rank: {pair} at {tokens}"
 
 
 def _ms(value: float) -> str:

@@ -57,7 +57,7 @@ def test_of_many_measured_numbers_the_nearest_two_count() -> None:
         (
             16,
             "tensor_parallel",
-            "measured at 4 and 64 tokens a rank, and so between them: 0.632 ms against 0.894 ms at 16",
+            "between those measured at 4 and 64 tokens a rank: 0.632 ms against 0.894 ms at 16",
         ),
     ],
 )
