@@ -19,6 +19,10 @@ from graphshard.cost.published import PUBLISHED, hardware
 from graphshard.schedule.auto import make_plan
 from graphshard.schedule.options import AUTO
 
+_DUAL_DECIDES = (
+    "what is sharded follows from rules: dual was asked for, and blocks in slices need no gather that hides, which is "
+    "what the residency solver looks for"
+)
 DECIDED = frozenset({"units", "prefetch_depth", "num_slots", "include", "exclude", "executor", "placed", "replicated"})
 """What `choose` decides. Whoever asks for one of these has decided, and the rules fill in the rest."""
 
@@ -48,9 +52,12 @@ def auto_plan(
     """
     defaults = (defaults or {}) if world_size > 1 else {}
     figures = figures or figures_of(device)
-    if figures is None or DECIDED & set(choices) or world_size == 1:
+    is_dual = choices.get("dual", "off") != "off"
+    if figures is None or DECIDED & set(choices) or world_size == 1 or is_dual:
         options = {**defaults, **choices, **_chooser(figures, world_size, device, choices)}
-        return make_plan(model, world_size, device, step_shapes=step_shapes, **options)
+        plan = make_plan(model, world_size, device, step_shapes=step_shapes, **options)
+        is_told = is_dual and figures is not None and not DECIDED & set(choices) and bool(plan.units)
+        return replace(plan, reasons=(_DUAL_DECIDES, *plan.reasons)) if is_told else plan
     limit = choices.get("memory_limit_bytes")
     chosen = choose(
         ChooseRequest(
@@ -67,7 +74,6 @@ def auto_plan(
     options = {**chosen.options, **choices, "step_shapes": step_shapes}
     if not chosen.options.get("replicated"):
         options |= defaults
-    options |= _chooser(figures, world_size, device, options)
     plan = make_plan(model, world_size, device, **options)
     return replace(plan, reasons=(*chosen.reasons, *plan.reasons))
 

@@ -76,6 +76,17 @@ def test_the_choice_is_the_estimates_own() -> None:
     assert CostChooser(hardware("h100"), 8, "pull", False).choose(model, block, 1).mode == "tensor_parallel"
 
 
+def test_dual_shards_blocks_whose_gathers_would_not_hide() -> None:
+    """The residency solver would keep them: nothing of this step is long enough to hide their gathers."""
+    model = big_model()
+    solved = auto_plan(model, 8, GPU, None, SHAPES[:1], {})
+    assert not any("mlp" in unit.name for unit in solved.units)
+    plan = auto_plan(model, 8, GPU, None, SHAPES[:1], {"dual": "auto"})
+    assert [unit.name for unit in plan.units if unit.is_sliced] == [block.name for block in model.blocks]
+    assert plan.modes == ((SHAPES[0], ("tensor_parallel",) * 3),)
+    assert plan.reasons[0].startswith("what is sharded follows from rules: dual was asked for")
+
+
 def test_an_unknown_machine_follows_the_rule() -> None:
     plan = plan_of(DeviceSpec("host", "any", 2**40))
     assert any("no figures of this machine" in reason for reason in plan.block_reasons)
