@@ -16,9 +16,12 @@ from graphshard.core.lowering import ActCopies, ActSum, Compute, FlagWait, FlagW
 from graphshard.core.ops import BLOCK_PARTS, ActGather, Gemm, ReduceScatter
 from graphshard.core.plan import Mode
 from graphshard.core.program import Program
+from graphshard.core.sequence import StepSequence
+from graphshard.core.sequence_lowering import lower_sequences
 from graphshard.core.specs import StepShape
 from graphshard.schedule.emit import emit_all
-from graphshard.verify import compare_ranks, verify
+from graphshard.schedule.sequence import emit_sequences
+from graphshard.verify import compare_ranks, verify, verify_sequences
 
 SLICED: Mode = "tensor_parallel"
 COPIES = {"flags": None, "collectives": 1}
@@ -200,3 +203,23 @@ def test_text_is_read_back() -> None:
     program = block_program(block_model(2, norms=True), (SLICED, "gather"))
     assert Program.parse(program.text()) == program
     assert "block    index=0 begin=1 end=3 first=6" in program.text()
+
+
+@pytest.mark.parametrize("modes", [(SLICED, SLICED), ("gather", SLICED)])
+@pytest.mark.parametrize("is_draft", [False, True])
+def test_a_speculative_step_of_graphs_in_slices(modes: tuple[Mode, ...], is_draft: bool) -> None:
+    model = block_model(2)
+    target = block_program(model, modes)
+    draft = block_program(model, modes if is_draft else ("gather", "gather"), head="outside")
+    sequences = emit_sequences(target, draft, fold=None)
+    report = verify_sequences(sequences, models={"target": model, "draft": model})
+    assert report.is_good, report.text()
+    read_back = StepSequence.parse(sequences["step"].text())
+    assert read_back == sequences["step"] and read_back.graph("target").program.blocks == target.blocks
+    lists = {"target": lower(target, 2), "draft": lower(draft, 2)}
+    joined = lower_sequences([sequences["step"]] * 2, 2, lists).lowered
+    exchanges = [op for op in joined.ops if isinstance(op, FlagWait)]
+    assert len(exchanges) == 2 * sum(2 * len(program.blocks) for program in (target, draft))
+    late = replace(target, ops=target.ops[1:] + target.ops[:1])
+    broken = verify_sequences(emit_sequences(late, draft, fold=None))
+    assert not broken.is_good and "inside graph target" in broken.text()
