@@ -8,10 +8,11 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
-from graphshard._core import Driver, Memory, Stream, Word
+from graphshard._core import Driver, DriverError, Memory, Stream, Word
 from graphshard.comm.alignment import Alignment, Awaited, IssueKind
 from graphshard.comm.control import ControlTable
 from graphshard.comm.transport import Transport
@@ -73,6 +74,8 @@ class Binding:
         self._closed = False
         self._owner_pid = os.getpid()
         self._late = False
+        self._is_unfinished = False
+        """Work was handed over that nobody waits for: its call was interrupted, or the driver refused the rest."""
         self._torn: GraphshardError | None = None
         """Why the weights are of no version: an update did not end."""
         self._updating = threading.RLock()
@@ -90,6 +93,11 @@ class Binding:
     @timeout_s.setter
     def timeout_s(self, timeout_s: float) -> None:
         self._alignment.timeout_s = timeout_s
+
+    @property
+    def lender(self) -> Binding | None:
+        """Whose resident weights this one reads in their place, if it borrows some."""
+        return self._lender
 
     @property
     def is_closed(self) -> bool:
@@ -135,16 +143,45 @@ class Binding:
         self._leave_last_use()
 
     def _leave_last_use(self) -> None:
-        """What was late has ended, and what C replayed or prefetched."""
+        """What was late or interrupted has ended, and what C replayed or prefetched."""
+        if self._is_unfinished and self._alignment.broken is None:
+            awaited = Awaited("the end of what was interrupted", self._num_steps, str)
+            streams = self._streams.values()
+            self._late = not all(self._alignment.wait(stream.synchronize, awaited) for stream in streams)
+            self._is_unfinished = False
         if self._late:
             if not all(stream.is_idle() for stream in self._streams.values()):
                 raise DeviceError(
-                    f"rank {self.rank}: the step that did not end within {self.timeout_s:.1f} s is still running; "
-                    "close the runtime, or wait for it"
+                    f"rank {self.rank}: what was issued before did not end within {self.timeout_s:.1f} s and is still "
+                    "running; close the runtime, or wait for it"
                 )
             self._late = False
         if self._embedding is not None and self._embedding.take_over(self.timeout_s):
             self._slots.forget()
+
+    @contextmanager
+    def _handing_over(self) -> Iterator[None]:
+        """The block hands work over, and may wait for it. Where it does not get to that, the next call waits first.
+
+        Else what still runs would tell the end of that call's work, or write into its slots.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if isinstance(error, DriverError) or not isinstance(error, Exception):
+                self._is_unfinished = True
+            raise
+
+    @contextmanager
+    def _telling_peers(self, what: str) -> Iterator[None]:
+        """The block issues `what`, which has been posted; if it cannot, peers are told, who would wait in vain."""
+        try:
+            yield
+        except Exception as error:
+            failure = self._alignment.fail(error, what)
+            if failure is not None:
+                raise failure from error
+            raise
 
     def _before_gathers(self, kind: IssueKind, units: Sequence[int], what: str) -> None:
         """Gathers of `units` are about to be issued: let peers know, and drain what a collective transport wants ended.
@@ -175,7 +212,8 @@ class Binding:
         """
         self._check_ready()
         if self._slots.held[slot] != unit:
-            self._slots.gather([AgLaunch(unit, slot, "prefetch")])
+            with self._handing_over(), self._telling_peers(f"the gather of unit {unit} outside a step"):
+                self._slots.gather([AgLaunch(unit, slot, "prefetch")])
         awaited = Awaited(f"unit {unit} outside a step", self._num_steps, str)
         for stream in (self._streams["compute"], self._streams["prefetch"]):
             if not self._alignment.wait(stream.synchronize, awaited):

@@ -31,8 +31,9 @@ class _CudaArray:
         }
 
 
+@torch.inference_mode(False)
 def device_bytes(device: Device, memory: Memory | None) -> Tensor:
-    """All of `memory`, allocated on `device`, as uint8; an empty tensor for None.
+    """All of `memory`, allocated on `device`, as uint8; an empty tensor for None. Writable in any of torch's modes.
 
     Raises:
         DeviceError: torch made a copy instead of a view, as it does for memory of another device.

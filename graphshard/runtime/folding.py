@@ -111,9 +111,10 @@ class Folding(Capturing):
             self._alignment.check(what)
             self._make_room(folds)
             folds.done.store(0)
-            calls = self._launch_fold(folds, shape, run)
-            self._num_folds += 1
-            self._finish_fold(folds, calls, what)
+            with self._handing_over():
+                calls = self._launch_fold(folds, shape, run)
+                self._num_folds += 1
+                self._finish_fold(folds, calls, what)
 
     def synchronize(self) -> None:
         """Wait until every step and every fold that was launched has ended: the host may read outputs and caches.

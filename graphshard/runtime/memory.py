@@ -153,6 +153,7 @@ class RuntimeMemory:
         """The bytes of the resident weight `view`, to be written in the block: for the loader only."""
         return writing_bytes(self._resident_bytes[view.offset : view.offset + view.num_bytes])
 
+    @torch.inference_mode(False)  # a view made in that mode could not be written outside of it
     def buffers(self, shape: StepShape, role: BufferRole | None = None) -> NamedBuffers:
         """The buffers (of one role) as a step of `shape` sees them: caches by their first `batch_size` rows."""
         tensors = NamedBuffers()

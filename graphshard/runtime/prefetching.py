@@ -30,7 +30,8 @@ class Prefetching(Updating):
             self.turn.wait_until_free()
             self._check_generations(shape)
             self._alignment.check("a prefetch")
-            self._slots.prefetch(self.programs[shape], self.follow_caller)
+            with self._handing_over(), self._telling_peers("a prefetch"):
+                self._slots.prefetch(self.programs[shape], self.follow_caller)
             if self._embedding is not None:
                 self._embedding.hand_over_prefetch()
 
@@ -64,7 +65,8 @@ class Prefetching(Updating):
             self.turn.wait_until_free()
             self._alignment.check("discarding a prefetch")
             try:
-                self._wait_for_prefetch()
+                with self._handing_over():
+                    self._wait_for_prefetch()
             finally:
                 self._slots.discard()
 

@@ -76,13 +76,14 @@ class Stepping(Binding):
         with self.turn.lock:
             self.turn.wait_until_free()
             is_eager = calls is self._eager.get(shape)
-            self.enter_step(shape, bound, "eager" if is_eager else "graph")
-            try:
-                self.issue(f"a step of shape {shape}", launch)
-                self.finish_step(shape, bound, calls, is_eager)
-            except BaseException:
-                self.forget_after_error()
-                raise
+            with self._handing_over():
+                self.enter_step(shape, bound, "eager" if is_eager else "graph")
+                try:
+                    self.issue(f"a step of shape {shape}", launch)
+                    self.finish_step(shape, bound, calls, is_eager)
+                except BaseException:
+                    self.forget_after_error()
+                    raise
 
     def enter_step(self, shape: StepShape, bound: BoundProgram, kind: IssueKind) -> None:
         """Make the slots hold what the program expects. Used by steps, with the lock held."""
@@ -94,7 +95,8 @@ class Stepping(Binding):
         number = self._num_steps + 1
         self._alignment.check(f"step {number}")
         self._alignment.begin_step(number)
-        self._slots.enter(bound.program)
+        with self._telling_peers(f"gathers before step {number}"):
+            self._slots.enter(bound.program)
         self._before_gathers(kind, bound.gathers, step_text(number, shape, kind == "eager"))
         self._done.store(0)
 
@@ -192,14 +194,9 @@ class Stepping(Binding):
     def issue(self, what: str, launch: Callable[[], None]) -> None:
         """`launch` what has been posted; if the driver refuses, peers are told."""
         begin = time.perf_counter()
-        try:
+        with self._telling_peers(what):
             launch()
             self.launch_s = time.perf_counter() - begin
-        except Exception as error:
-            failure = self._alignment.fail(error, what)
-            if failure is not None:
-                raise failure from error
-            raise
 
     def forget_after_error(self) -> None:
         """A step raised: rely on nothing that slots hold.

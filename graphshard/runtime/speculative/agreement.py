@@ -63,11 +63,8 @@ def agree_on_size(group: Group, batch_size: int, exchange: Exchange | None, time
     """The largest `batch_size` of all ranks, by one exchange (collective).
 
     Raises:
-        SpecError: `batch_size` is no whole number from 0 on.
         CommError: a rank did not come in time, or `exchange` returned no list of all ranks' numbers.
     """
-    if not _is_size(batch_size):
-        raise SpecError(f"batch_size={batch_size!r}: give a whole number, 0 for a rank without requests")
     begin = time.perf_counter()
     if exchange is None:
         sizes: Any = [size for size, _ in group.all_gather(batch_size, name="batch size", timeout_s=timeout_s)]
@@ -75,6 +72,12 @@ def agree_on_size(group: Group, batch_size: int, exchange: Exchange | None, time
         sizes = _checked(exchange(batch_size), group, batch_size)
     largest = max(sizes)
     return Agreed(largest, largest == 0, time.perf_counter() - begin)
+
+
+def check_size(batch_size: int) -> None:
+    """SpecError unless `batch_size` is a whole number from 0 on."""
+    if not _is_size(batch_size):
+        raise SpecError(f"batch_size={batch_size!r}: give a whole number, 0 for a rank without requests")
 
 
 def _checked(told: object, group: Group, mine: int) -> list[int]:

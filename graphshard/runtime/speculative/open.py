@@ -61,6 +61,8 @@ def _checked_tokens(draft: Runtime | None, draft_tokens: Sequence[int] | None, n
     if draft is None:
         if draft_tokens is not None:
             raise SpecError(f"draft_tokens={list(draft_tokens)} without a draft: give one, or leave them out")
+        if num_draft_replays != 1:
+            raise SpecError(f"num_draft_replays={num_draft_replays} without a draft: give one, or leave it out")
         return []
     if num_draft_replays < 1:
         raise SpecError(f"num_draft_replays={num_draft_replays}: a draft runs at least once a step; or give draft=None")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from graphshard.core.errors import ProgramError
@@ -19,8 +22,13 @@ class CallOrder:
         self._num_draft_replays = num_draft_replays
         self._open: SpeculativeStep | None = None
         self._is_verified = False
+        self._lock = threading.Lock()
+        self._running = ""
+        """The call that is being made, and the thread that makes it."""
         self.num_proposed = 0
         """Draft replays of the step that is open."""
+        self.has_outputs = False
+        """Whether the target of the open step has run: else there is nothing to fold."""
 
     @property
     def due(self) -> str:
@@ -29,12 +37,27 @@ class CallOrder:
             return COMMIT
         return propose(self.num_proposed) if self.num_proposed < self._num_draft_replays else VERIFY
 
-    def advance(self, call: str, step: SpeculativeStep) -> None:
-        """`call` of `step` is made; whatever happens in it, the next one is due.
+    @contextmanager
+    def calling(self, call: str, step: SpeculativeStep) -> Iterator[None]:
+        """`call` of `step` is made in the block; whatever happens there, the next one is due.
 
         Raises:
-            ProgramError: another is due.
+            ProgramError: another is due; or one is being made, by another thread or around this one.
         """
+        with self._lock:
+            if self._running:
+                raise ProgramError(
+                    f"{call} of {step} was called while {self._running} is being made: one thread makes the calls of a "
+                    "speculation's steps, each after the one before it has returned"
+                )
+            self._advance(call, step)
+            self._running = f"{call} (thread {threading.current_thread().name})"
+        try:
+            yield
+        finally:
+            self._running = ""
+
+    def _advance(self, call: str, step: SpeculativeStep) -> None:
         is_skip = call == VERIFY and self.num_proposed == 0 and not self._is_verified
         if (self._open is not None and self._open is not step) or (call != self.due and not is_skip):
             raise ProgramError(
@@ -45,7 +68,7 @@ class CallOrder:
         if call == COMMIT:
             self._open, self._is_verified, self.num_proposed = None, False, 0
         elif call == VERIFY:
-            self._is_verified = True
+            self._is_verified, self.has_outputs = True, False
         else:
             self.num_proposed += 1
 

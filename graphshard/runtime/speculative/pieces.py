@@ -8,6 +8,7 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
+from graphshard.core.counts import some_of
 from graphshard.core.errors import SpecError
 from graphshard.core.sequence import StepSequence
 from graphshard.core.specs import StepShape
@@ -136,6 +137,18 @@ def check_apart(target: Runtime, draft: Runtime) -> None:
     if len(spans) == 2 and max(spans[0][0], spans[1][0]) < min(spans[0][1], spans[1][1]):
         places = ", ".join(f"{name}'s at {begin:#x}..{end:#x}" for begin, end, name in spans)
         raise SpecError(f"slots of target and draft overlap ({places}): compile the draft as a runtime of its own")
+
+
+def check_lender(target: Runtime, draft: Runtime) -> None:
+    """SpecError if the draft borrows of another runtime: an update of the target would leave it with other weights."""
+    lender = draft.lender
+    while lender is not None and lender is not target:
+        lender = lender.lender
+    if draft.model.borrowed and lender is None:
+        raise SpecError(
+            f"the draft borrows {some_of(list(draft.model.borrowed))} of a runtime that is not the target: compile it "
+            "with borrow= the target"
+        )
 
 
 def _is_ready(runtime: Runtime, shape: StepShape, run: RunKind) -> bool:

@@ -27,13 +27,14 @@ from graphshard.core.sequence import StepSequence
 from graphshard.core.specs import StepShape
 from graphshard.runtime.graphs import StepGraph
 from graphshard.runtime.runtime import Runtime
-from graphshard.runtime.speculative.agreement import Agreed, Exchange, agree_on_size, compare_rows
+from graphshard.runtime.speculative.agreement import Agreed, Exchange, agree_on_size, check_size, compare_rows
 from graphshard.runtime.speculative.order import CallOrder
 from graphshard.runtime.speculative.pieces import (
     EagerStep,
     Piece,
     RunKind,
     check_apart,
+    check_lender,
     sequences_of,
     shapes_of,
 )
@@ -46,7 +47,7 @@ Tensors = Iterable[tuple[str, Tensor]] | Mapping[str, Tensor]
 class Speculation:
     """A target and its draft on one rank. Made by `speculate`; close it, or use it as a context manager.
 
-    One thread makes the calls of steps; another may `update` meanwhile, under transport pull.
+    One thread at a time makes the calls of steps; another may `update` meanwhile, under transport pull.
     """
 
     def __init__(
@@ -68,9 +69,11 @@ class Speculation:
         if draft is not None:
             _check_one_group(target, draft)
             check_apart(target, draft)
+            check_lender(target, draft)
         self.num_draft_replays = len(draft_tokens)
         sequences = sequences_of(target, draft, shapes_of(target, draft, draft_tokens, run))
         self._steps = {shapes.target: SpeculativeStep(self, shapes, sequences[shapes]) for shapes in sequences}
+        self._sequences = self._steps[min(self._steps)].sequences
         self._eager: dict[tuple[Runtime, StepShape], EagerStep] = {}
         self._group = group
         self.order = CallOrder(self.num_draft_replays)
@@ -89,7 +92,7 @@ class Speculation:
         Those of the smallest step shape; of all, unless `needs_agreement` under transport nccl says that they differ
         (`SpeculativeStep.sequences`).
         """
-        return self._steps[min(self._steps)].sequences
+        return self._sequences
 
     @property
     def needs_agreement(self) -> bool:
@@ -110,7 +113,9 @@ class Speculation:
 
         Raises:
             SpecError: there is none that is large enough, or that is no step shape.
+            ProgramError: the speculation is closed.
         """
+        self.target.check_open()
         wanted = StepShape(batch_size, tokens_per_sequence)
         fitting = [
             shape
@@ -164,6 +169,7 @@ class Speculation:
             CommError: a rank did not come; or `exchange` returned something else than all ranks' numbers.
         """
         self.target.check_open()
+        check_size(batch_size)
         if not self.is_collective or self._group is None:
             return Agreed(batch_size, batch_size == 0, 0.0)
         return agree_on_size(self._group, batch_size, exchange, self.target.timeout_s)
@@ -269,6 +275,8 @@ class Speculation:
             for runtime in reversed(self._runtimes):
                 stack.callback(runtime.close)
             self._break_all()
+        self._steps.clear()  # else steps and this hold each other, and what little a closed runtime keeps
+        self._eager.clear()
 
     def __enter__(self) -> Speculation:
         return self
@@ -284,8 +292,15 @@ class Speculation:
         """The step of `shape`, captured or eager."""
         if self.run == "graph":
             graph: StepGraph = runtime.graph(shape.batch_size, shape.tokens_per_sequence)
+            if graph.shape != shape:  # a larger one is another step
+                raise SpecError(
+                    f"{runtime.model.name}'s graph of step shape {shape} was given back; call Runtime.capture, which "
+                    "captures it again"
+                )
             return graph
-        return self._eager.setdefault((runtime, shape), EagerStep(runtime, shape))
+        if (runtime, shape) not in self._eager:
+            self._eager[runtime, shape] = EagerStep(runtime, shape)
+        return self._eager[runtime, shape]
 
     def draft_for(self, step: SpeculativeStep, replay: int) -> Runtime:
         """The draft; ProgramError if `step` has no draft replay number `replay`."""
@@ -298,8 +313,7 @@ class Speculation:
     @contextmanager
     def calling(self, call: str, step: SpeculativeStep) -> Iterator[None]:
         """`call` of `step`, if it is due. Where one model's gathers cannot go on, the other's do not either."""
-        self.order.advance(call, step)
-        with self._in_step():
+        with self.order.calling(call, step), self._in_step():
             yield
 
     # --- inside ---

@@ -23,8 +23,9 @@ class SpeculativeStep:
 
     The calls come in this order, each once: `propose(0)`, ..., `propose(n - 1)`, or none of them (the draft is
     skipped), then `verify`, then `commit`. Where one raises, the step goes on with the next call: the gathers of the
-    failed one have been issued, or were done without. Under transport nccl all ranks make equal calls, and a rank that
-    has no requests makes them on anything (`Speculation.idle`).
+    failed one have been issued, or were done without. After a target that raised `commit` folds nothing. Under
+    transport nccl all ranks make equal calls, and a rank that has no requests makes them on anything
+    (`Speculation.idle`).
     """
 
     def __init__(self, speculation: Speculation, shapes: Shapes, sequences: Mapping[str, StepSequence]) -> None:
@@ -95,12 +96,12 @@ class SpeculativeStep:
         """
         piece = self.target
         with self._speculation.calling(VERIFY, self):
-            self._replay(piece, 0 if self.num_draft_replays else None)
+            self._replay(piece, 0 if self.num_draft_replays else None, is_target=True)
 
     def commit(self) -> None:
         """Run the target's fold (`ModelSpec.folds`) on what its inputs, as `accepted`, hold now; the step is over.
 
-        A target without folds has nothing to run; the call ends the step nevertheless.
+        A target without folds has nothing to run, nor one whose replay raised; the call ends the step nevertheless.
 
         Order:   after `verify` on the target's compute stream, beside the draft's gather.
         Blocks:  as `StepGraph.replay` does.
@@ -111,16 +112,17 @@ class SpeculativeStep:
         """
         speculation, shape = self._speculation, self.shapes.target
         with speculation.calling(COMMIT, self):
-            if speculation.target.model.folds:
+            if speculation.target.model.folds and speculation.order.has_outputs:
                 speculation.target.fold(shape.batch_size, shape.tokens_per_sequence, run=speculation.run)
 
-    def _replay(self, piece: Piece, next_draft: int | None) -> None:
+    def _replay(self, piece: Piece, next_draft: int | None, *, is_target: bool = False) -> None:
         """Replay `piece`, then begin what replay `next_draft` of the draft needs.
 
         Under a collective transport also where compute raised: peers gather on.
         """
         try:
             piece.replay()
+            self._speculation.order.has_outputs = is_target
         except CommError:
             raise
         except Exception:
