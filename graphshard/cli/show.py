@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from graphshard.cli.common import Output, answering, refuse_given
-from graphshard.cli.planning import Planned, PlanRequest, plan_request, planned
+from graphshard.cli.planning import SHAPES, Planned, PlanRequest, plan_request, planned
 from graphshard.cli.sequences import DRAFT_OPTIONS, PlannedStep, draft_request, planned_step, split_draft
 from graphshard.core.lowering import Lowered, lower
 from graphshard.core.specs import StepShape
@@ -23,7 +23,7 @@ Rows = list[dict[str, Any]]
 
 JSON_HELP = """JSON keys: `noun`, `text`, `digest` (not of bound and graph), `step_shapes` (of program, bound and
 graph); `rows` has one row for each op, or for each part of a model, plan or layout, with the noun's own fields;
-`modes` (of a plan with blocks) {step_shape, blocks, mode, why};
+`modes` (of plan and program, for a model with blocks) {step_shape, blocks, mode, why};
 `sequences` (of sequence): the names that --sequence knows, each with its digest."""
 
 
@@ -32,9 +32,10 @@ graph); `rows` has one row for each op, or for each part of a model, plan or lay
 @plan_request
 @draft_request
 @click.option("--sequence", default="step", show_default=True, help="With `sequence`: which, as cold, step or skip.")
+@click.option("--batch-size", type=SHAPES, help="With `program`: whose, of --capture-sizes; else the smallest's.")
 @click.option("--lowered", is_flag=True, help="With `program`: the list over streams and events that it stands for.")
 @answering
-def command(out: Output, noun: str, sequence: str, lowered: bool, **options: Any) -> None:
+def command(out: Output, noun: str, sequence: str, batch_size: int | None, lowered: bool, **options: Any) -> None:
     """Print NOUN as stable text.
 
     \b
@@ -49,8 +50,9 @@ def command(out: Output, noun: str, sequence: str, lowered: bool, **options: Any
     request, draft = split_draft(options)
     if noun != "sequence":
         refuse_given((*DRAFT_OPTIONS, "sequence"), f"a draft goes with sequence, not with {noun}")
-    if lowered and noun != "program":
-        raise click.UsageError(f"--lowered goes with program, not with {noun}")
+    for name, is_given in (("--lowered", lowered), ("--batch-size", batch_size is not None)):
+        if is_given and noun != "program":
+            raise click.UsageError(f"{name} goes with program, not with {noun}")
     if noun in ("bound", "graph"):
         refuse_given(
             ("weights", "capture_sizes"), f"{noun} is shown of batch size 1, and of small layers or of --model"
@@ -62,7 +64,7 @@ def command(out: Output, noun: str, sequence: str, lowered: bool, **options: Any
         return
     made = planned(request)
     if noun == "program":
-        _show_program(out, made, request, lowered)
+        _show_program(out, made, lowered, batch_size)
         return
     value: Any = getattr(made, noun)
     out.say(value.text().rstrip())
@@ -103,18 +105,30 @@ def _show_sequence(out: Output, made: PlannedStep, name: str) -> None:
     out.emit(rows, noun="sequence", text=sequence.text(), digest=sequence.digest, sequences=digests)
 
 
-def _show_program(out: Output, made: Planned, request: PlanRequest, lowered: bool) -> None:
-    program = made.programs[min(made.programs)]
-    shapes = [str(shape) for shape in made.programs]
+def _show_program(out: Output, made: Planned, lowered: bool, batch_size: int | None) -> None:
+    shape = min(made.programs) if batch_size is None else StepShape(batch_size)
+    if shape not in made.programs:
+        raise click.UsageError(
+            f"--batch-size {batch_size} is none of --capture-sizes: {' '.join(map(str, made.programs))}"
+        )
+    program = made.programs[shape]
+    shapes = [str(shape) for shape, other in made.programs.items() if other is program]
+    modes = [row for row in mode_rows(made.plan) if row["step_shape"] == str(shape)]
+    facts: dict[str, Any] = {"modes": modes} if modes else {}
+    if modes:  # as comments, so that the text is a program's still
+        others = [str(shape) for shape, other in made.programs.items() if other is not program]
+        out.say(f"# step shapes {' '.join(shapes)}" + (f"; other programs: {' '.join(others)}" if others else ""))
+        for row in modes:
+            out.say(f"# {row['blocks']}: {row['mode']}, {row['why']}")
     if lowered:
         low = lower(program, num_copies=made.plan.num_copies, num_copy_streams=made.plan.num_copy_streams)
         out.say(lowered_text(low).rstrip())
         rows = [{"index": i, "kind": type(op).__name__, **flat(op)} for i, op in enumerate(low.ops)]
-        out.emit(rows, noun="lowered", text=low.text(), digest=low.digest, step_shapes=shapes)
+        out.emit(rows, noun="lowered", text=low.text(), digest=low.digest, step_shapes=shapes, **facts)
         return
     out.say(program.text().rstrip())
     rows = [{"index": i, "kind": str(op).split()[0], **flat(op)} for i, op in enumerate(program.ops)]
-    out.emit(rows, noun="program", text=program.text(), digest=program.digest, step_shapes=shapes)
+    out.emit(rows, noun="program", text=program.text(), digest=program.digest, step_shapes=shapes, **facts)
 
 
 def lowered_text(low: Lowered) -> str:

@@ -8,6 +8,7 @@ import pytest
 from cli_runner import here
 from small_llama import write_small_llama
 
+from graphshard.core.program import Program
 from graphshard.models.open import open_spec_model
 from graphshard.schedule.tune_file import tune_text
 from graphshard.schedule.tuned import MODES, Tuned, TunedRow, kinds_of
@@ -67,6 +68,23 @@ def test_programs_of_a_plan_with_blocks_are_shown_and_free_of_races(small: Path)
     answer = here("show", "program", *options)
     assert answer.code == 0 and answer.out.count("act_gather") == answer.out.count("reduce_scatter") == 3
     assert here("verify", *options, "--capture-sizes", 2).code == 0
+
+
+def test_programs_differ_by_step_shape(small: Path, tmp_path: Path) -> None:
+    options = ["--model", small, "--dual", "auto", "--capture-sizes", "1,2,2000"]
+    decode = here("show", "program", *options)
+    assert decode.out.startswith(
+        "# step shapes 1x1 2x1; other programs: 2000x1\n# layers.0.mlp to layers.2.mlp (3 blocks)"
+    )
+    assert "tensor_parallel, 2 tokens of all ranks, at most 700" in decode.out and decode.out.count("act_gather") == 3
+    prefill = here("show", "program", *options, "--batch-size", 2000, "--json", "-")
+    assert prefill.json["step_shapes"] == ["2000x1"] and "act_gather" not in prefill.json["text"]
+    assert [row["mode"] for row in prefill.json["modes"]] == ["gather"]
+    (tmp_path / "decode").write_text(decode.out)
+    assert Program.parse(decode.out).blocks and here("verify", tmp_path / "decode").code == 0
+    answer = here("show", "program", *options, "--batch-size", 7)
+    assert answer.code == 2 and "--batch-size 7 is none of --capture-sizes: 1x1 2x1 2000x1" in answer.err
+    assert here("show", "plan", "--batch-size", 1).code == 2
 
 
 def test_what_does_not_go_together_is_refused(small: Path, tune_file: Path) -> None:
