@@ -14,7 +14,7 @@ from byte_model import ByteModel
 from byte_steps import compile_bytes
 from fault_tools import until
 from lockstep_programs import outcome
-from speculative_rig import DRAFT_LAYERS, Pair, Recorder, traced, words
+from speculative_rig import DRAFT_LAYERS, OwnOps, Pair, Recorder, traced, words
 
 import graphshard
 from graphshard._core import DriverError
@@ -123,12 +123,13 @@ def idle_without_memory(group: Group, run: str, memory: NoMemory) -> dict[str, A
                 wrong += pair.step(16)
         for tensor in pair.spec.graph(16).target.inputs.values():
             tensor.fill_(7)
-        pair.spec.idle(16)
+        with OwnOps() as own:
+            pair.spec.idle(16)
         left = {name: int(tensor.abs().max()) for name, tensor in pair.spec.graph(16).target.inputs.items()}
         group.barrier("all idled")
         memory.is_gone = False
         group.barrier("all close")
-    return {"wrong": wrong, "left": left, "refused": memory.num_refused}
+    return {"wrong": wrong, "left": left, "refused": memory.num_refused, "ops": sorted(own.names)}
 
 
 def by_agreed_sizes(group: Group, follow: bool) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from byte_model import ByteModel
 from byte_steps import compile_bytes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphshard
 from graphshard._core import Calls, OpList
@@ -25,6 +26,8 @@ TARGET_LAYERS = [[3000, 5], [4000], [5000], [700]]
 DRAFT_LAYERS = [[900], [800, 9], [650], [1000]]
 LIMIT_S = 20.0
 """Far more than a step takes, however loaded the machine."""
+VIEWS = ("aten.detach.", "aten.slice.", "aten.view.")
+"""Operators that take no memory."""
 
 
 class FoldModel(ByteModel):
@@ -167,6 +170,20 @@ class _Waits:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+class OwnOps(TorchDispatchMode):
+    """While a context, the operators that this thread calls, but for views; segments run on other threads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        if not name.startswith(VIEWS):
+            self.names.add(name)
+        return func(*args, **(kwargs or {}))
 
 
 def words(sequence: StepSequence) -> list[str]:
