@@ -19,11 +19,15 @@ nothing but steps. Three things happen beside steps:
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from graphshard._core import DriverError, FlagBarrier, Memory, Stream
+from graphshard._core import Communicator, DriverError, FlagBarrier, Memory, Stream
+from graphshard.comm.alignment import Alignment
+from graphshard.comm.control import ControlTable
 from graphshard.comm.group import Group
+from graphshard.comm.joint import Joint
+from graphshard.comm.lockstep import Lockstep
 from graphshard.comm.windows import WindowTable
 from graphshard.core.errors import CommError
 from graphshard.core.lowering import ActCollective, ActCopies, ActOp, FlagWait, FlagWrite
@@ -64,6 +68,8 @@ class ActPlace:
 class PullActivations:
     """The staging windows of all ranks, mapped, and the flags between them. Made by all ranks at once."""
 
+    collectives: tuple[Communicator, ...] = ()
+
     def __init__(self, device: Device, group: Group, staging: Memory) -> None:
         """Exchange windows (collective).
 
@@ -88,8 +94,7 @@ class PullActivations:
         self._barrier = FlagBarrier([self._windows.window(FLAGS, rank).address for rank in ranks], group.rank)
         self._headers: set[int] = set()
         self._release: _Release | None = None
-        self.is_idle: Callable[[], bool] = lambda: False
-        """Whether nothing of this rank's streams waits any more; set by whoever has them."""
+        self._is_idle: Callable[[], bool] = lambda: False
 
     @property
     def num_registrations(self) -> int:
@@ -121,6 +126,15 @@ class PullActivations:
             source = place.partial + self._rank * size
         return ("copy", stream, destination + rank * size, source + moved, size)
 
+    def alignment(self, gathers: Alignment, control: ControlTable, timeout_s: float, shapes: Sequence[str]) -> Joint:
+        """Steps of `shapes` need all ranks, each named by the others' errors if it does not come."""
+        lockstep = Lockstep(control, self._rank, self, timeout_s, noun="part in tensor-parallel steps")
+        return Joint(gathers, lockstep, shapes)
+
+    def watch(self, is_idle: Callable[[], bool]) -> None:
+        """See `Activations`."""
+        self._is_idle = is_idle
+
     # --- what lockstep asks of a communicator ---
 
     def settings(self) -> Mapping[str, str]:
@@ -140,7 +154,7 @@ class PullActivations:
                 if peer != self._rank
                 for word in ("header", "entry", "exit")
             ]
-            self._release = _Release(Stream(self._driver), words, tuple(self._headers), self.is_idle)
+            self._release = _Release(Stream(self._driver), words, tuple(self._headers), self._is_idle)
 
     def close(self) -> None:
         """Unmap the peers' windows. Local, bounded, idempotent; graphs that read them must be gone."""

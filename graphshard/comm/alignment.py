@@ -28,6 +28,20 @@ class Awaited:
     """The last batch of gathers that has ended then (`Alignment.number`); 0: the last that was issued."""
     is_all: bool = True
     """Whether that batch has ended then; a loop waits for parts of one."""
+    is_joint: bool = False
+    """Whether it is a step with tensor-parallel blocks, which needs all ranks where gathers do not."""
+
+
+@dataclass(frozen=True, slots=True)
+class JointStep:
+    """A step that all ranks take together, whatever gathers its weights: it has tensor-parallel blocks."""
+
+    batch_size: int
+    tokens_per_sequence: int
+    blocks: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.batch_size}x{self.tokens_per_sequence} {' '.join(map(str, self.blocks))}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +100,8 @@ class Alignment(Protocol):
     def begin_step(self, step: int) -> None:
         """Step number `step` begins on this rank."""
 
-    def issue(self, kind: IssueKind, units: Sequence[int], what: str) -> None:
-        """The gathers of `units` are about to be issued, in this order.
+    def issue(self, kind: IssueKind, units: Sequence[int], what: str, joint: JointStep | None = None) -> None:
+        """The gathers of `units` are about to be issued, in this order; with `joint` a step that all ranks take.
 
         Raises:
             CommError: a peer issued others at this place.
@@ -113,6 +127,12 @@ class Alignment(Protocol):
 
     def fail(self, error: BaseException, what: str) -> CommError | None:
         """`what` could not be issued, so peers would wait in vain: tell them. The error to raise, if there is one."""
+
+    def compute_failed(self, error: BaseException, what: str) -> None:
+        """On the thread that computes: in `what` a part of a tensor-parallel block raised. Peers are told, now.
+
+        Their steps would else end with what this rank did not compute; whoever waits for this step learns it there.
+        """
 
     def agree_on_capture(self, group: Group, sequences: Sequence[tuple[str, str]]) -> None:
         """Compare what is about to be captured, as (step shape, text of its gathers) in the order of capture."""
@@ -140,8 +160,9 @@ class Apart:
     def begin_step(self, step: int) -> None:
         """Peers see finished steps only."""
 
-    def issue(self, kind: IssueKind, units: Sequence[int], what: str) -> None:
-        """Nobody need know."""
+    def issue(self, kind: IssueKind, units: Sequence[int], what: str, joint: JointStep | None = None) -> None:
+        """Nobody need know of gathers."""
+        assert joint is None, f"{what} needs all ranks"
 
     def wait(self, waiter: Callable[[float], bool], awaited: Awaited) -> bool:
         """Once, for as long as the runtime waits for anything."""
@@ -157,6 +178,10 @@ class Apart:
         """Peers are not concerned."""
         del error, what
         return None
+
+    def compute_failed(self, error: BaseException, what: str) -> None:
+        """Nobody computes for others."""
+        raise AssertionError(what) from error
 
     def agree_on_capture(self, group: Group, sequences: Sequence[tuple[str, str]]) -> None:
         """Captures are local."""

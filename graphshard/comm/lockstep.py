@@ -18,7 +18,7 @@ from itertools import zip_longest
 from typing import Any, Protocol
 
 from graphshard._core import ControlPage, Word
-from graphshard.comm.alignment import Awaited, IssueKind, ProgressWords
+from graphshard.comm.alignment import Awaited, IssueKind, JointStep, ProgressWords
 from graphshard.comm.control import ControlTable
 from graphshard.comm.group import Group
 from graphshard.core.errors import CommError
@@ -31,6 +31,8 @@ _GRACE_S = 2.0
 """How long a rank that closes waits on when a peer is gone: what that peer came to ends by then, or never does."""
 _KINDS: dict[IssueKind, int] = {"outside": 1, "eager": 2, "graph": 3}
 _KIND_TEXTS = {1: "outside a step", 2: "in an eager step", 3: "in a captured step"}
+_JOINT = 4
+"""The kind of a step that gathers no weights by collectives, and has tensor-parallel blocks."""
 
 
 class Breakable(Protocol):
@@ -56,8 +58,11 @@ class Lockstep:
         communicators: Breakable,
         timeout_s: float,
         words: tuple[Word, Word] | None = None,
+        *,
+        noun: str = "communicator",
     ) -> None:
-        """`words` are begun and ended, for `ProgressWords`."""
+        """`words` are begun and ended, for `ProgressWords`; `noun` is what errors call what `communicators` is."""
+        self._noun = noun
         self._control, self._rank, self.timeout_s = control, rank, timeout_s
         self._communicators = communicators
         self._words = words
@@ -94,7 +99,7 @@ class Lockstep:
         self._raise_kept()
         if self._broken is not None:
             raise CommError(
-                f"{what} is refused: rank {self._rank}'s communicator is broken ({self._broken}); end all ranks of "
+                f"{what} is refused: rank {self._rank}'s {self._noun} is broken ({self._broken}); end all ranks of "
                 "this group and start them anew"
             )
         self._adopt()
@@ -111,13 +116,18 @@ class Lockstep:
                 word.store(0)
         self._control.mine.set_begun(step, 0)
 
-    def issue(self, kind: IssueKind, units: Sequence[int], what: str) -> None:
-        """Post gathers, and compare with what peers posted at this place."""
-        if not units:
+    def issue(self, kind: IssueKind, units: Sequence[int], what: str, joint: JointStep | None = None) -> None:
+        """Post gathers, and a step with blocks, and compare with what peers posted at this place."""
+        if not units and joint is None:
             return
-        key = f"{_KINDS[kind]} {' '.join(map(str, units))}".encode()
-        self._hash = hashlib.blake2b(key, digest_size=8, key=self._hash).digest()
-        self._what = _KINDS[kind] << 56 | min(len(units), 0xFFFFFF) << 32 | units[0] & 0xFFFFFFFF
+        key = f"{_KINDS[kind]} {' '.join(map(str, units))}" + ("" if joint is None else f" blocks {joint}")
+        self._hash = hashlib.blake2b(key.encode(), digest_size=8, key=self._hash).digest()
+        if units:
+            self._what = _KINDS[kind] << 56 | min(len(units), 0xFFFFFF) << 32 | units[0] & 0xFFFFFFFF
+        else:
+            assert joint is not None
+            shape = (joint.batch_size & 0xFFFF) << 16 | joint.tokens_per_sequence & 0xFFFF
+            self._what = _JOINT << 56 | min(len(joint.blocks), 0xFFFFFF) << 32 | shape
         self._kind = kind
         self._number = self._control.mine.post_issue(int.from_bytes(self._hash, "little"), self._what)
         self._compare(what)
@@ -171,6 +181,12 @@ class Lockstep:
         if self._broken is not None:
             return None
         return self._fail(ISSUE, f"rank {self._rank} could not issue {what}: {error}", culprit=self._rank)
+
+    def compute_failed(self, error: BaseException, what: str) -> None:
+        """See `Alignment`: posted before this rank's next flags, so before any peer's step can end."""
+        text = f"rank {self._rank} could not compute {what}: {type(error).__name__}: {error}"
+        self._control.mine.post_failure(text, ISSUE, culprit=self._rank)
+        self._control.pages[0].claim_first(self._rank)
 
     def agree_on_capture(self, group: Group, sequences: Sequence[tuple[str, str]]) -> None:
         """Compare with all ranks what is about to be captured, and what was issued before it (collective).
@@ -337,6 +353,9 @@ def _place(page: ControlPage) -> tuple[int, int]:
 def _issue_text(what: int) -> str:
     """`24 units, 0 first, in an eager step`."""
     count = what >> 32 & 0xFFFFFF
+    if what >> 56 == _JOINT:
+        shape = f"{what >> 16 & 0xFFFF}x{what & 0xFFFF}"
+        return f"the tokens of {count} tensor-parallel block{'s' if count != 1 else ''}, in a step of shape {shape}"
     return f"{count} unit{'s' if count != 1 else ''}, {what & 0xFFFFFFFF} first, {_KIND_TEXTS.get(what >> 56, '?')}"
 
 

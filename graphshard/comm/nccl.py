@@ -13,11 +13,14 @@ from functools import partial
 from typing import NamedTuple
 
 from graphshard._core import Communicator, DriverError, Memory, NcclError, NcclLibrary, Stream, Word
+from graphshard.comm import nccl_activations
+from graphshard.comm.activations import ActPlace
 from graphshard.comm.checksums import ChunkChecksums
 from graphshard.comm.control import ControlTable
 from graphshard.comm.doors import RankRecord
 from graphshard.comm.group import Group
 from graphshard.comm.lockstep import Lockstep
+from graphshard.comm.nccl_activations import NcclActivations
 from graphshard.comm.nccl_gates import (
     VARIABLES,
     NcclFacts,
@@ -28,7 +31,7 @@ from graphshard.comm.nccl_gates import (
     version_text,
 )
 from graphshard.comm.nccl_library import find_library
-from graphshard.comm.transport import BoundOp, Remappable, WindowUse
+from graphshard.comm.transport import BoundOp, Remappable, Transport, WindowUse
 from graphshard.core.errors import CommError
 from graphshard.core.layout import Layout, UnitLayout
 from graphshard.device.base import Device
@@ -83,12 +86,15 @@ class NcclOpening:
 
     def start(self) -> None:
         """Make the communicator (collective, bounded)."""
+        self._communicator = self._new_communicator(PURPOSE)
+
+    def _new_communicator(self, purpose: str) -> Communicator:
         group = self._group
         is_first = group.rank == 0
         ident = group.agree("nccl unique id", lambda: self._library.unique_id().hex() if is_first else "")
         told = [str(value) for value, _ in group.all_gather(ident, name="nccl unique id of rank 0")]
-        name = f"graphshard {PURPOSE} {group.path}"
-        self._communicator = group.agree(
+        name = f"graphshard {purpose} {group.path}"
+        return group.agree(
             "nccl communicator",
             lambda: Communicator(
                 self._library, bytes.fromhex(told[0]), group.world_size, group.rank, name, self._timeout_s
@@ -125,6 +131,18 @@ class NcclOpening:
             transport.close()
             raise
         return transport
+
+    def open_activations(
+        self, transport: Transport, staging: Memory, places: Sequence[ActPlace], timeout_s: float
+    ) -> NcclActivations:
+        """Make their communicator, which `transport` ends with its own, and warm it up (collective)."""
+        del staging
+        assert isinstance(transport, NcclTransport), transport
+        communicator = self._new_communicator(nccl_activations.PURPOSE)
+        transport.lead(communicator)
+        activations = NcclActivations(self._group, communicator)
+        activations.warm_up(self._device, places, timeout_s)
+        return activations
 
     def close(self) -> None:
         """Give the communicator back, unless a transport has it."""
@@ -164,6 +182,7 @@ class NcclTransport:
         self._shards, self._slots = windows
         self._words = words
         self._registered: list[Memory] = []
+        self._led: list[Communicator] = []
         self._is_broken_off = self._is_closed = False
 
     def set_up(self, device: Device, checksums: Sequence[int], timeout_s: float) -> None:
@@ -215,12 +234,17 @@ class NcclTransport:
 
     def async_error(self) -> str | None:
         """What went wrong inside the library; None if nothing did."""
-        return self._communicator.async_error()
+        return next(filter(None, (one.async_error() for one in (self._communicator, *self._led))), None)
+
+    def lead(self, communicator: Communicator) -> None:
+        """`communicator` goes on as long as this one does, and ends with it."""
+        self._led.append(communicator)
 
     def break_off(self) -> None:
         """Peers will not come: abort in the background, as a captured gather that waits may never let go."""
         self._is_broken_off = True
-        self._communicator.abort(0.0)
+        for communicator in (self._communicator, *self._led):
+            communicator.abort(0.0)
 
     def close(self) -> None:
         """Deregister and destroy; after a failure only abort. Local, bounded, idempotent.
@@ -230,7 +254,8 @@ class NcclTransport:
         if not self._is_closed:
             self._is_closed = True
             self._registered.clear()  # what was bound to the windows is stale, see `generations`
-            self.must_exit = end_communicator(self._communicator, is_broken=self._is_broken_off)
+            ends = [end_communicator(one, is_broken=self._is_broken_off) for one in (*self._led, self._communicator)]
+            self.must_exit = next(filter(None, ends), None)
 
     def _check_layout(self) -> None:
         if self._layout.world_size != self.world_size:

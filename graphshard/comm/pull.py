@@ -10,12 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from graphshard._core import Communicator, Memory
+from graphshard.comm.activations import ActPlace, PullActivations
 from graphshard.comm.alignment import Apart
 from graphshard.comm.checksums import ChunkChecksums
 from graphshard.comm.control import ControlTable
 from graphshard.comm.doors import RankRecord
 from graphshard.comm.group import Group
-from graphshard.comm.transport import BoundOp, Remappable, WindowUse
+from graphshard.comm.transport import BoundOp, Remappable, Transport, WindowUse
 from graphshard.comm.windows import WindowTable
 from graphshard.core.errors import CommError
 from graphshard.core.layout import Copy, Layout
@@ -213,6 +214,13 @@ class PullOpening:
         """Exchange windows and checksums (collective, unless `peers` tells them)."""
         del slots
         return PullTransport(self._device, self._group, layout, shards, checksums, peers)
+
+    def open_activations(
+        self, transport: Transport, staging: Memory, places: Sequence[ActPlace], timeout_s: float
+    ) -> PullActivations:
+        """Exchange windows for them (collective)."""
+        del transport, places, timeout_s
+        return PullActivations(self._device, self._group, staging)
 
     def close(self) -> None:
         """Nothing was opened."""

@@ -6,19 +6,48 @@ Transport          over windows that are filled: the ops that a gather becomes, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, Protocol
 
 from graphshard._core import Communicator, Memory
+from graphshard.comm.activations import ActPlace
 from graphshard.comm.alignment import Alignment
 from graphshard.comm.checksums import ChunkChecksums
 from graphshard.comm.control import ControlTable
 from graphshard.comm.doors import RankRecord
 from graphshard.core.layout import Layout
+from graphshard.core.lowering import ActOp
 
 BoundOp = tuple[object, ...]
 """An op of `_core.OpList`."""
 WindowUse = Literal["shards", "slots"]
+
+
+class Activations(Protocol):
+    """What tensor-parallel blocks exchange between ranks; they need all of them, under any transport."""
+
+    @property
+    def collectives(self) -> tuple[Communicator, ...]:
+        """What collective ops of `ops` count by index, after those of the transport."""
+
+    def ops(self, op: ActOp, place: ActPlace, stream: int) -> list[BoundOp]:
+        """The lowered `op` (a sum is compute, and none of these) as ops for `_core.OpList`.
+
+        Order:   on the list's stream `stream`; all ranks' lists have the same ones in the same order, each block whole.
+        Blocks:  the stream until all ranks have come to it; never the host.
+        Capture: yes.
+        """
+
+    def alignment(
+        self, gathers: Alignment, control: ControlTable, timeout_s: float, shapes: Sequence[str]
+    ) -> Alignment:
+        """How ranks are kept together: in steps of `shapes` all of them, else as `gathers` has it."""
+
+    def watch(self, is_idle: Callable[[], bool]) -> None:
+        """`is_idle` says whether nothing that this rank enqueued waits any more."""
+
+    def close(self) -> None:
+        """Give windows back. Local, bounded, idempotent; graphs over them must be gone."""
 
 
 class Remappable(Protocol):
@@ -126,6 +155,18 @@ class TransportOpening(Protocol):
             slots: where units are gathered.
             checksums: the checksum of this rank's chunk, by unit.
             peers: what each rank shows, where a living one has told it to this one, which came back.
+        """
+
+    def open_activations(
+        self, transport: Transport, staging: Memory, places: Sequence[ActPlace], timeout_s: float
+    ) -> Activations:
+        """What blocks exchange tokens and partial sums by (collective), beside the `transport` that `connect` gave.
+
+        Args:
+            transport: the weights'.
+            staging: where `tp.tokens` and `tp.partial` lie, at equal offsets on all ranks; exportable.
+            places: of all blocks at all step shapes.
+            timeout_s: the longest that this rank waits for the others.
         """
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from graphshard.core.errors import ProgramError
+from graphshard.core.lowering import Compute
 from graphshard.core.specs import StepShape
 from graphshard.gpu_check.setup import TIMEOUT_S
 from graphshard.runtime.cuda.window import capture_window
@@ -93,6 +94,7 @@ class PlainGraph:
                     destination.copy_(source, non_blocking=True)
             elif kind == "call":
                 compute = self._bound.computes[which]
+                assert isinstance(compute, Compute), compute
                 with torch.cuda.stream(on), torch.inference_mode():
                     self._state.run(self._segments[compute.begin : compute.end])
             elif kind != "write_value":  # the word that tells the host

@@ -10,13 +10,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from graphshard._core import Driver, OpList, Stream, Word
-from graphshard.comm.alignment import ProgressWords
-from graphshard.comm.transport import BoundOp, Transport
-from graphshard.core.lowering import Compute, CopyRun, Lowered, Record, lower
-from graphshard.core.ops import AgLaunch
+from graphshard._core import Communicator, Driver, OpList, Stream, Word
+from graphshard.comm.alignment import JointStep, ProgressWords
+from graphshard.comm.transport import Activations, BoundOp, Transport
+from graphshard.core.lowering import ActOp, ActSum, Compute, CopyRun, Lowered, LoweredOp, Record, lower
+from graphshard.core.ops import ActGather, AgLaunch, ReduceScatter
 from graphshard.core.program import Program
 from graphshard.core.specs import StepShape
+from graphshard.runtime.activations import ActivationMemory, joint_step
+from graphshard.runtime.compute import ComputeOp
 from graphshard.runtime.memory import RuntimeMemory
 from graphshard.verify.ranks import collectives_of
 
@@ -63,7 +65,7 @@ class BoundProgram:
     program: Program
     lowered: Lowered
     op_list: OpList
-    computes: tuple[Compute, ...]
+    computes: tuple[ComputeOp, ...]
     """What the calls given to issue or capture must do, by index."""
     sources: tuple[int, ...]
     """The program's op that each bound op comes from (-1: fork or join)."""
@@ -72,10 +74,14 @@ class BoundProgram:
     """The units that the list gathers, in the order in which they are issued."""
     is_collective: bool
     """Whether a gather is one collective instead of a copy a rank."""
+    joint: JointStep | None = None
+    """What ranks take together, if it has tensor-parallel blocks: then all step alike, whatever the transport."""
 
     def name_gather(self, op: int) -> str:
         """`unit 12`, for the program's op that gathers it."""
         launch = self.program.ops[op]
+        if isinstance(launch, ActGather | ReduceScatter):
+            return f"block {launch.block}"
         return f"unit {launch.unit}" if isinstance(launch, AgLaunch) else f"op {op}"
 
     def first_pending(self) -> str:
@@ -101,16 +107,31 @@ class Ground:
     hooks: Hooks = field(default_factory=Hooks)
     progress: ProgressWords | None = None
     """Each gather writes its op index + 1 to one word when it begins, to the other when it has ended."""
+    blocks: BlockGround | None = None
+    """What tensor-parallel blocks have beside that."""
+
+    @property
+    def collectives(self) -> tuple[Communicator, ...]:
+        """What collective ops of a list count by index."""
+        return (*self.transport.collectives, *(self.blocks.exchange.collectives if self.blocks is not None else ()))
 
 
-def bind_program(program: Program, ground: Ground) -> BoundProgram:
-    """Bind `program`: the same list serves eager runs and captures."""
+@dataclass(frozen=True)
+class BlockGround:
+    """Where activations of tensor-parallel blocks lie on this rank, and how they come to the others."""
+
+    memory: ActivationMemory
+    exchange: Activations
+
+
+def bind_program(program: Program, ground: Ground, shape: StepShape | None = None) -> BoundProgram:
+    """Bind `program`: one list for eager runs and captures; with tensor-parallel blocks it is of one `shape`."""
     transport, hooks, progress = ground.transport, ground.hooks, ground.progress
     lowered = lower(program, num_copies=transport.num_copies, num_copy_streams=ground.num_copy_streams)
     index = {name: i for i, name in enumerate(lowered.streams)}
     ops: list[BoundOp] = []
     sources: list[int] = []
-    computes: list[Compute] = []
+    computes: list[ComputeOp] = []
     stalled: set[int] = set()
     for op in lowered.ops:
         stream = index[op.stream]
@@ -124,9 +145,11 @@ def bind_program(program: Program, ground: Ground) -> BoundProgram:
             if progress is not None:
                 begun, ended = (("write_value", stream, word, op.op + 1) for word in (progress.begun, progress.ended))
                 bound = [begun, *bound, ended]
-        elif isinstance(op, Compute):
+        elif isinstance(op, Compute | ActSum):
             bound = [("call", stream, len(computes))]
             computes.append(op)
+        elif isinstance(op, ActOp):
+            bound = _act_ops(op, stream, ground, shape)
         else:
             bound = [("record" if isinstance(op, Record) else "wait", stream, op.event)]
             if isinstance(op, Record) and op.event == lowered.outputs_event:
@@ -135,10 +158,11 @@ def bind_program(program: Program, ground: Ground) -> BoundProgram:
             ops.append(one)
             sources.append(op.op)
     used = tuple(ground.streams[name] for name in lowered.streams)
-    op_list = OpList(ground.driver, used, lowered.num_events, ops, transport.collectives)
+    op_list = OpList(ground.driver, used, lowered.num_events, ops, ground.collectives)
     gathers = tuple(op.unit for op in program.ops if isinstance(op, AgLaunch))
+    joint = joint_step(shape, program) if shape is not None else None
     return BoundProgram(
-        program, lowered, op_list, tuple(computes), tuple(sources), used, gathers, transport.is_collective
+        program, lowered, op_list, tuple(computes), tuple(sources), used, gathers, transport.is_collective, joint
     )
 
 
@@ -148,12 +172,13 @@ def gathers_text(program: Program) -> str:
 
 
 def bind_programs(programs: Mapping[StepShape, Program], ground: Ground) -> dict[StepShape, BoundProgram]:
-    """Bind each of `programs`; step shapes whose programs are equal share one list."""
-    by_digest: dict[str, BoundProgram] = {}
-    for program in programs.values():
-        if program.digest not in by_digest:
-            by_digest[program.digest] = bind_program(program, ground)
-    return {shape: by_digest[program.digest] for shape, program in programs.items()}
+    """Bind each of `programs`; step shapes whose programs are equal share one list, unless activations are moved."""
+    bound: dict[tuple[str, StepShape | None], BoundProgram] = {}
+    keys = {shape: (program.digest, shape if program.blocks else None) for shape, program in programs.items()}
+    for shape, key in keys.items():
+        if key not in bound:
+            bound[key] = bind_program(programs[shape], ground, key[1])
+    return {shape: bound[key] for shape, key in keys.items()}
 
 
 def bind_gathers(launches: Sequence[AgLaunch], ground: Ground) -> OpList:
@@ -174,6 +199,18 @@ def _gather_ops(run: CopyRun, stream: int, ground: Ground) -> list[BoundOp]:
         return ops
     # each branch poisons what it will write: branches run side by side
     return [one for op in ops for one in (_poison(op, ground.transport.world_size), op)]
+
+
+def _act_ops(op: LoweredOp, stream: int, ground: Ground, shape: StepShape | None) -> list[BoundOp]:
+    assert isinstance(op, ActOp) and not isinstance(op, ActSum), op
+    assert ground.blocks is not None and shape is not None, "a plan with tensor-parallel blocks has memory for them"
+    ops = ground.blocks.exchange.ops(op, ground.blocks.memory.place(shape, op.block), stream)
+    if not ground.hooks.poison:
+        return ops
+    is_moving = ("copy", "all_gather")
+    return [
+        one for op in ops for one in ((_poison(op, ground.transport.world_size), op) if op[0] in is_moving else (op,))
+    ]
 
 
 def _poison(op: BoundOp, world_size: int) -> BoundOp:

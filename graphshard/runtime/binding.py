@@ -13,13 +13,13 @@ from contextlib import contextmanager
 from functools import partial
 
 from graphshard._core import Driver, DriverError, Memory, Stream, Word
-from graphshard.comm.alignment import Alignment, Awaited, IssueKind
+from graphshard.comm.alignment import Alignment, Awaited, IssueKind, JointStep
 from graphshard.comm.control import ControlTable
 from graphshard.comm.transport import Transport
 from graphshard.core.errors import CommError, DeviceError, GraphshardError, ProgramError, SpecError
 from graphshard.core.ops import AgLaunch
 from graphshard.core.specs import StepShape
-from graphshard.runtime.bind import BoundProgram, Ground, Hooks, bind_programs
+from graphshard.runtime.bind import BlockGround, BoundProgram, Ground, Hooks, bind_programs
 from graphshard.runtime.compiled import Compiled
 from graphshard.runtime.device_bytes import read_bytes
 from graphshard.runtime.embedding import Embedding
@@ -61,6 +61,7 @@ class Binding:
         transport: Transport,
         alignment: Alignment,
         hooks: Hooks,
+        blocks: BlockGround | None = None,
     ) -> None:
         self.model, self.plan, self.layout = compiled.model, compiled.plan, compiled.layout
         self.programs = dict(compiled.programs)
@@ -68,6 +69,7 @@ class Binding:
         """This process's (or thread's) rank in the shard group."""
         self.driver, self.hooks = driver, hooks
         self._memory, self._transport, self._alignment = memory, transport, alignment
+        self._blocks = blocks
         self._streams: dict[str, Stream] = {}
         self._bound: dict[StepShape, BoundProgram] = {}
         self._generations: tuple[int, ...] = ()
@@ -183,20 +185,22 @@ class Binding:
                 raise failure from error
             raise
 
-    def _before_gathers(self, kind: IssueKind, units: Sequence[int], what: str) -> None:
+    def _before_gathers(self, kind: IssueKind, units: Sequence[int], what: str, joint: JointStep | None = None) -> None:
         """Gathers of `units` are about to be issued: let peers know, and drain what a collective transport wants ended.
+
+        With `joint` it is a step that all ranks take together.
 
         Raises:
             CommError: a peer gave up, or issues others; or what was issued before did not end.
         """
-        if not units:
+        if not units and joint is None:
             return
         self._alignment.check(what)
         if self._alignment.must_drain(kind):
             awaited = Awaited(f"the end of what was issued before {what}", self._num_steps, str)
             for stream in self._streams.values():
                 self._alignment.wait(stream.synchronize, awaited)
-        self._alignment.issue(kind, units, what)
+        self._alignment.issue(kind, units, what, joint)
 
     def _check_generations(self, shape: StepShape) -> None:
         if self._generations != self._transport.generations():
@@ -263,6 +267,9 @@ class Binding:
         self._streams = {name: Stream(self.driver) for name in names}
         if self.hooks.prefetch_stream is not None:
             self._streams["prefetch"] = self.hooks.prefetch_stream
+        if self._blocks is not None:
+            streams = tuple(self._streams.values())
+            self._blocks.exchange.watch(lambda: all(stream.is_idle() for stream in streams))
         self._done = Word(Memory.allocate_host(self.driver, 4))
         self._ground = Ground(
             self.driver,
@@ -273,6 +280,7 @@ class Binding:
             num_copy_streams=self.plan.num_copy_streams,
             hooks=self.hooks,
             progress=self._alignment.progress,
+            blocks=self._blocks,
         )
         before_gathers = partial(self._before_gathers, "outside", what="gathers outside a step")
         self._slots = SlotTable(len(self.layout.slots), self._ground, before_gathers)

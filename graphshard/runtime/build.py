@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 
 import torch
 
@@ -27,7 +28,8 @@ from graphshard.core.text import digest_of, text_of
 from graphshard.device.base import Device
 from graphshard.device.cuda import CudaDevice
 from graphshard.load.recipe import Recipes
-from graphshard.runtime.bind import Hooks
+from graphshard.runtime.activations import ActivationMemory
+from graphshard.runtime.bind import BlockGround, Hooks
 from graphshard.runtime.borrowing import Borrowed
 from graphshard.runtime.compiled import Compiled
 from graphshard.runtime.compute import ComputeTable, segment_weights
@@ -108,7 +110,7 @@ def build_runtime(
             probe_pull(group, device, timeout_s)
         filler.prepare(compiled, group)
         opening.start()
-        filled = _fill(compiled, filler, group, device, buffers, opening, welcome)
+        filled = _fill(compiled, filler, group, device, buffers, opening, welcome, timeout_s)
         filled.memory.borrowed = lent.weights
         if welcome is None:
             filled.control.mine.set_epoch(epoch)
@@ -118,6 +120,11 @@ def build_runtime(
     runtime.load_report = filler.report
     runtime.recipes, runtime.ignore = dict(recipes or {}), tuple(ignore)
     return _checked(runtime, certificate, agreed, filled, opening.why_no_rejoin)
+
+
+_WHY_NO_REJOIN = (
+    "tensor-parallel steps have been taken by all ranks together: start all anew, or plan with dual='gather'"
+)
 
 
 def _bound(
@@ -131,17 +138,23 @@ def _bound(
 ) -> Runtime:
     shapes = compiled.plan.step_shapes
     weights = segment_weights(compiled.model, compiled.plan, compiled.layout, filled.memory)
+    activations, alignment = None, filled.transport.alignment(filled.control, timeout_s)
+    if filled.blocks is not None:
+        activations = filled.blocks.memory
+        joint = [str(shape) for shape in activations.shapes]
+        alignment = filled.blocks.exchange.alignment(alignment, filled.control, timeout_s, joint)
     return Runtime(
         compiled,
         group=group,
         driver=device.driver,
         memory=filled.memory,
         transport=filled.transport,
-        alignment=filled.transport.alignment(filled.control, timeout_s),
+        alignment=alignment,
         control=filled.control,
-        compute=ComputeTable(segmented, compiled.model, weights, filled.memory, shapes),
+        compute=ComputeTable(segmented, compiled.model, weights, filled.memory, shapes, activations),
         hooks=hooks,
         torch_cuda=_torch_cuda(device, hooks),
+        blocks=filled.blocks,
     )
 
 
@@ -150,6 +163,8 @@ def _checked(
 ) -> Runtime:
     """Gather every unit once; then let in whoever comes back (or say why not), and tell that this rank did."""
     group = runtime.group
+    if filled.blocks is not None:
+        why_no_rejoin = _WHY_NO_REJOIN
     try:
         # kernels are loaded while no peer waits in a gather: loading may wait for the device
         group.agree("warm-up of compute", runtime.warm_up)
@@ -174,6 +189,7 @@ class _Filled:
     checksums: Sequence[int]
     control: ControlTable
     transport: Transport
+    blocks: BlockGround | None
 
 
 def _fill(
@@ -184,10 +200,14 @@ def _fill(
     buffers: Mapping[StepShape, Sequence[BufferSpec]],
     opening: TransportOpening,
     welcome: Welcome | None,
+    timeout_s: float,
 ) -> _Filled:
     layout = compiled.layout
     # apart from filling: a source may give up its copies, which must not happen if a peer has too little memory
     memory = group.agree("reserve", lambda: RuntimeMemory(device, layout, buffers, opening.allocate))
+    if any(program.blocks for program in compiled.programs.values()):
+        reserve = partial(ActivationMemory, device, compiled.model, compiled.programs, group.world_size)
+        memory.activations = group.agree("reserve activations", reserve)
     checksums = filler.fill(compiled, group, memory)
     digest = bytes.fromhex(layout.digest)
     if welcome is None:
@@ -199,7 +219,15 @@ def _fill(
         control.mine.set_epoch(welcome.epoch)
         peers = welcome.records
     transport = opening.connect(layout, memory.shards, memory.slots, checksums, peers)
-    return _Filled(memory, checksums, control, transport)
+    blocks, activations = None, memory.activations
+    if activations is not None:
+        try:
+            exchange = opening.open_activations(transport, activations.staging, activations.places, timeout_s)
+        except BaseException:
+            transport.close()
+            raise
+        blocks = BlockGround(activations, exchange)
+    return _Filled(memory, checksums, control, transport, blocks)
 
 
 def _torch_cuda(device: Device, hooks: Hooks) -> TorchCuda | None:
@@ -241,6 +269,13 @@ def _certificate(
             "torch": torch.__version__,
             **opening.settings,
             **lent.settings,
+            **_joint_settings(compiled),
             "buffers": digest_of("".join(f"{shape} {text_of(spec)}" for shape in buffers for spec in buffers[shape])),
         },
     )
+
+
+def _joint_settings(compiled: Compiled) -> dict[str, str]:
+    """Which steps all ranks must take together; nothing where none is."""
+    joint = [str(shape) for shape, program in compiled.programs.items() if program.blocks]
+    return {"step shapes that need all ranks": " ".join(joint)} if joint else {}

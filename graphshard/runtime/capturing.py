@@ -24,7 +24,8 @@ class Capturing(Prefetching):
         As collective as the transport's gathers are; takes the capture lock for each segment.
         """
         lock = partial(capture_lock, f"step shape {shape}", self.timeout_s)
-        return self._compute.captured(shape, bound.computes, self.gather_now, lock)
+        on_error = self._tell_of_compute(shape, bound)
+        return self._compute.captured(shape, bound.computes, self.gather_now, lock, on_error)
 
     def _capturer(self, shape: StepShape, bound: BoundProgram) -> Callable[[BoundProgram], Captured]:
         """What captures `bound` at `shape`, and again after it was bound to other mappings."""

@@ -69,7 +69,7 @@ class Embedding:
             page=self._page,
             keep=[captured, self._ground.memory, dict(inputs), dict(outputs)],
             transport=self._ground.transport.name,
-            needs_peers=self._ground.transport.is_collective,
+            needs_peers=self._ground.transport.is_collective or captured.bound.joint is not None,
         )
 
     @property

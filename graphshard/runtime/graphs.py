@@ -153,8 +153,8 @@ class StepGraph:
         captured = self._open()
         if self._runtime.is_collective and not self._is_alike:
             raise ProgramError(
-                f"step shape {self.shape}: its gathers need all ranks, and nobody watches what a server replays from "
-                "C; if all ranks replay it alike, say so by promise_alike(), else use transport pull"
+                f"step shape {self.shape}: its gathers, or blocks, need all ranks, and nobody watches what a server "
+                "replays from C; if all ranks replay it alike, say so by promise_alike(), else use transport pull"
             )
         if self._embedded is None:
             self._embedded = self._runtime.embed(self.shape, captured, self.inputs, self.outputs)

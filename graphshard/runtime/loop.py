@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from graphshard._core import Calls, Event, Stream
 from graphshard.core.errors import CommError, ProgramError
+from graphshard.core.lowering import Compute
 from graphshard.core.plan import Plan
 from graphshard.core.specs import ModelSpec, StepShape
 from graphshard.runtime.bind import BoundProgram
@@ -149,10 +150,17 @@ class StepPieces:
         """ProgramError if something must happen inside a layer, where a loop of one's own cannot let it happen."""
         self.calls = layer_calls(model)
         self._refuse_outside(model, plan)
+        computes = [compute for compute in bound.computes if isinstance(compute, Compute)]
+        if bound.joint is not None:
+            raise ProgramError(
+                f"a loop runs whole layers, and steps of shape {bound.joint.batch_size}x"
+                f"{bound.joint.tokens_per_sequence} have tensor-parallel blocks: run or replay them, or plan with "
+                "dual='gather'"
+            )
         last_of = {op: index for index, op in enumerate(bound.sources)}
-        self.cuts = [last_of[compute.op] for compute in bound.computes]
+        self.cuts = [last_of[compute.op] for compute in computes]
         """By compute op: its index in the bound list."""
-        compute_of = [index for index, compute in enumerate(bound.computes) for _ in range(compute.begin, compute.end)]
+        compute_of = [index for index, compute in enumerate(computes) for _ in range(compute.begin, compute.end)]
         self.compute_of_call = [compute_of[call.begin] for call in self.calls]
         for call in self.calls:
             if compute_of[call.begin] != compute_of[call.end - 1]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -25,6 +25,9 @@ from graphshard.core.sizes import align_up
 from graphshard.core.specs import BufferRole, BufferSpec, StepShape
 from graphshard.device.base import Device
 from graphshard.runtime.device_bytes import device_bytes, read_bytes, writing_bytes
+
+if TYPE_CHECKING:
+    from graphshard.runtime.activations import ActivationMemory
 
 BUFFER_ALIGNMENT_BYTES = 256
 
@@ -90,6 +93,8 @@ class RuntimeMemory:
         self.layout = layout
         self.borrowed: Mapping[str, Tensor] = {}
         """Weights of another runtime, by name: its views, which keep its memory mapped."""
+        self.activations: ActivationMemory | None = None
+        """What tensor-parallel blocks have beside that; set by whoever reserves it."""
         allocate = allocate or (lambda use, num_bytes: device.allocate(num_bytes, exportable=use == "shards"))
         self.shards = allocate("shards", layout.shard_bytes) if layout.shard_bytes else None
         self.slots = allocate("slots", layout.slot_bytes) if layout.slot_bytes else None
@@ -125,6 +130,10 @@ class RuntimeMemory:
     def gathered(self, view: WeightView, slot: int) -> Tensor:
         """The weight `view` of a unit that lies in `slot`."""
         return weight_tensor(self.slot(slot), view)
+
+    def sliced(self, unit: UnitLayout, view: WeightView) -> Tensor:
+        """This rank's slice `view` of a weight, where it is kept."""
+        return weight_tensor(self._shard_bytes[unit.chunk_offset : unit.chunk_offset + unit.chunk_bytes], view)
 
     def resident(self, view: WeightView) -> Tensor:
         """The resident weight `view`."""
@@ -182,6 +191,8 @@ class RuntimeMemory:
         base = self._buffer_bytes.data_ptr()
         for name, spec in largest.items():
             rows.append(BufferRow(name, spec.role, base + self._buffer_offsets[name], spec.num_bytes))
+        if self.activations is not None:
+            rows += self.activations.rows()
         return tuple(sorted(rows, key=lambda row: row.address))
 
     @contextmanager

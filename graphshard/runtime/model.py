@@ -27,11 +27,16 @@ class StepState:
         shape: StepShape,
         weights: Mapping[str, Mapping[str, Tensor]],
         buffers: Mapping[str, Tensor],
+        own_buffers: Mapping[str, Mapping[str, Tensor]] | None = None,
     ) -> None:
-        """`weights[segment path][weight name]`: one weight may lie in different slots for different segments."""
+        """`weights[segment path][weight name]`: one weight may lie in different slots for different segments.
+
+        `own_buffers[segment path][name]` are buffers that this segment sees beside those of all.
+        """
         self.shape = shape
         self._weights = weights
         self._buffers = buffers
+        self._own_buffers = own_buffers or {}
         self._running: SegmentSpec | None = None
 
     def weight(self, name: str) -> Tensor:
@@ -56,6 +61,9 @@ class StepState:
 
     def buffer(self, name: str) -> Tensor:
         """The buffer `name` at this step shape (a cache: its first `batch_size` rows)."""
+        own = self._own_buffers.get(self._running.path) if self._running is not None else None
+        if own is not None and name in own:
+            return own[name]
         try:
             return self._buffers[name]
         except KeyError:
@@ -68,6 +76,9 @@ class StepState:
                 yield f"{path}:{name}", "weight", tensor
         for name, tensor in self._buffers.items():
             yield f"{self.shape}:{name}", "buffer", tensor
+        for path, buffers in self._own_buffers.items():
+            for name, tensor in buffers.items():
+                yield f"{self.shape}:{path}:{name}", "buffer", tensor
 
     def run(self, segments: Sequence[Segment]) -> None:
         """Run `segments` in order, each allowed to see what it declared."""

@@ -25,7 +25,7 @@ from graphshard.comm.transport import Transport
 from graphshard.core.errors import GraphshardError, SpecError
 from graphshard.core.specs import BufferRole, StepShape
 from graphshard.runtime.admission import Admission
-from graphshard.runtime.bind import Hooks, gathers_text
+from graphshard.runtime.bind import BlockGround, Hooks, gathers_text
 from graphshard.runtime.binding import leave_behind
 from graphshard.runtime.borrowing import Borrowers
 from graphshard.runtime.compiled import Compiled
@@ -60,6 +60,7 @@ class Runtime(Folding, Saving):
         compute: ComputeTable,
         hooks: Hooks,
         torch_cuda: TorchCuda | None = None,
+        blocks: BlockGround | None = None,
     ) -> None:
         """With `torch_cuda` compute is torch's on a GPU; else it is the host's."""
         super().__init__(
@@ -70,6 +71,7 @@ class Runtime(Folding, Saving):
             transport=transport,
             alignment=alignment,
             hooks=hooks,
+            blocks=blocks,
         )
         self.group = group
         self._control, self._compute = control, compute
@@ -104,7 +106,8 @@ class Runtime(Folding, Saving):
             self.at_step_boundary()
             bound = self._bound[shape]
             if shape not in self._eager:
-                self._eager[shape] = Calls([]) if self._cuda else self._compute.eager(shape, bound.computes)
+                told = self._tell_of_compute(shape, bound)
+                self._eager[shape] = Calls([]) if self._cuda else self._compute.eager(shape, bound.computes, told)
             calls, cuda = self._eager[shape], self._cuda
             self.step(shape, bound, lambda: cuda.issue(shape, bound) if cuda else bound.op_list.issue(calls), calls)
         return self.buffers(shape, "output")
@@ -114,7 +117,8 @@ class Runtime(Folding, Saving):
 
         A model's folds are captured beside each.
 
-        Local under `pull`. Under a collective transport all ranks call it alike, and compare what they capture.
+        Local under `pull`. Under a collective transport, and for step shapes with tensor-parallel blocks, all ranks
+        call it alike, and compare what they capture.
 
         Raises:
             DeviceError: a segment does what no capture permits, or another capture is open in this process.
@@ -131,6 +135,8 @@ class Runtime(Folding, Saving):
                 self.close_graphs()
             asked = sorted(map(self._known, shapes or self.programs), reverse=True)
             due = [shape for shape in asked if shape not in self._graphs or self._graphs[shape].is_closed]
+            if any(self._bound[shape].joint is not None for shape in due):
+                self.synchronize()  # peers record over what this rank's steps read
             self._alignment.check("a capture")
             self._alignment.agree_on_capture(self.group, [(str(s), gathers_text(self.programs[s])) for s in due])
             for shape in due:
@@ -302,13 +308,17 @@ class Runtime(Folding, Saving):
             self._bound.clear()
             self._control.mine.set_state(CLOSED)
             self._embedding = None
+            if self._blocks is not None:
+                self._blocks.exchange.close()
             self._transport.close()
             self._must_exit = self._transport.must_exit
             if self._must_exit is not None:
                 _log.error("rank %d: this process must exit: %s (%s)", self.rank, self._must_exit, alone)
-                leave_behind(self._streams, self._memory, self._done, self._slots, self._in_flight, self._folds)
+                leave_behind(
+                    self._blocks, self._streams, self._memory, self._done, self._slots, self._in_flight, self._folds
+                )
             self._streams.clear()
-            self._folds = self._lender = None
+            self._folds = self._lender = self._blocks = None
             del self._admission, self._slots, self._compute, self._ground, self._done, self._memory
 
     @property

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 from torch import Tensor
 
@@ -54,8 +55,16 @@ class Stepping(Binding):
 
     @property
     def is_collective(self) -> bool:
-        """Whether steps need all ranks (transport nccl): then all make the same calls, and as many."""
-        return self._transport.is_collective
+        """Whether steps need all ranks: then all make the same calls, and as many.
+
+        They do under transport nccl, and where some step shape has tensor-parallel blocks (`is_joint`).
+        """
+        return self._transport.is_collective or self.is_joint
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether some step shape has tensor-parallel blocks: all ranks take such steps at once, at one shape."""
+        return any(program.blocks for program in self.programs.values())
 
     @property
     def broken(self) -> str | None:
@@ -97,7 +106,7 @@ class Stepping(Binding):
         self._alignment.begin_step(number)
         with self._telling_peers(f"gathers before step {number}"):
             self._slots.enter(bound.program)
-        self._before_gathers(kind, bound.gathers, step_text(number, shape, kind == "eager"))
+        self._before_gathers(kind, bound.gathers, step_text(number, shape, kind == "eager"), bound.joint)
         self._done.store(0)
 
     def finish_step(self, shape: StepShape, bound: BoundProgram, calls: Calls, is_eager: bool) -> None:
@@ -114,7 +123,12 @@ class Stepping(Binding):
             self._in_flight.launched(bound.streams[0], replace(awaited, detail=str))
             self._control.mine.set_progress(self._num_steps, len(bound.program.ops))
             return
-        if not self._alignment.wait(lambda timeout_s: self._done.wait(1, timeout_s), awaited):
+        try:
+            is_over = self._alignment.wait(lambda timeout_s: self._done.wait(1, timeout_s), awaited)
+        except CommError:
+            calls.check()  # where compute raised here, peers were told of that, and so was this wait
+            raise
+        if not is_over:
             raise self.late_error(awaited.what, awaited.detail())
         calls.check()
         self._control.mine.set_progress(self._num_steps, len(bound.program.ops))
@@ -211,7 +225,14 @@ class Stepping(Binding):
         """Step `number`, as errors say it."""
         pending = bound.first_pending if is_eager else str
         what = step_text(number, shape, is_eager)
-        return Awaited(what, number, pending, bound.name_gather, self._alignment.number)
+        is_joint = bound.joint is not None
+        return Awaited(what, number, pending, bound.name_gather, self._alignment.number, is_joint=is_joint)
+
+    def _tell_of_compute(self, shape: StepShape, bound: BoundProgram) -> Callable[[BaseException], None] | None:
+        """Who is told what compute raised, on its thread: peers, if they go on with what it leaves; else nobody."""
+        if bound.joint is None:
+            return None
+        return partial(self._alignment.compute_failed, what=f"its part of a step of shape {shape}")
 
     def late_error(self, what: str, detail: str) -> CommError:
         """`what` did not get on in time; the next step is refused until it has ended."""

@@ -1,4 +1,4 @@
-"""What the ranks of the activation tests do: blocks of whole numbers, whose sums are exact, between flags and copies."""
+"""What the ranks of the activation tests do: blocks of whole numbers, whose sums are exact."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import os
 import random
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -59,7 +59,7 @@ class BlockRank:
         )
         self.activations = PullActivations(self.device, self.group, self.staging)
         self.stream = Stream(self.device.driver)
-        self.activations.is_idle = self.stream.is_idle
+        self.activations.watch(self.stream.is_idle)
         self.done = Word(Memory.allocate_host(self.device.driver, 4))
         self.latches = {
             (block, stage): Word(Memory.allocate_host(self.device.driver, 4))
@@ -71,7 +71,7 @@ class BlockRank:
 
     def _list(self, place: ActPlace) -> tuple[OpList, Calls]:
         ops: list[tuple[object, ...]] = []
-        functions = []
+        functions: list[Callable[[], None]] = []
         for block in range(self.num_blocks):
             enter = act_ops(ActGather(block), 0, is_collective=False)
             leave = act_ops(ReduceScatter(block), 0, is_collective=False)
@@ -94,10 +94,10 @@ class BlockRank:
 
     def _token(self, rank: int, block: int) -> np.ndarray:
         places = np.arange(TOKENS * WIDTH_IN, dtype=np.int64).reshape(TOKENS, WIDTH_IN)
-        return ((self.round * 31 + block) * 17 + rank) * 1000 + places
+        return np.asarray(((self.round * 31 + block) * 17 + rank) * 1000 + places)
 
     def _part(self, rank: int, gathered: np.ndarray) -> np.ndarray:
-        return gathered[..., :WIDTH_OUT] * (rank + 1) + gathered.sum(axis=-1, keepdims=True)
+        return np.asarray(gathered[..., :WIDTH_OUT] * (rank + 1) + gathered.sum(axis=-1, keepdims=True))
 
     def _expected(self, block: int) -> tuple[np.ndarray, np.ndarray]:
         ranks = range(self.group.world_size)
@@ -231,10 +231,7 @@ def unlike_lists(group: Group) -> str:
     """Rank 0 runs another list: nobody's bytes are moved."""
     rank = BlockRank(group, 1)
     if group.rank == 0:
-        other = ActPlace(
-            **{name: getattr(rank.place, name) for name in ActPlace.__slots__ if name != "header"}, header=8
-        )
-        rank.list, rank.calls = rank._list(other)
+        rank.list, rank.calls = rank._list(replace(rank.place, header=8))
     rank.gathered[:] = -5
     rank.begin("eager")
     assert not rank.done.wait(1, 0.2)

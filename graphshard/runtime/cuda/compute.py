@@ -12,10 +12,10 @@ from contextlib import contextmanager, suppress
 
 from graphshard._core import Calls, Recording, Stream
 from graphshard.core.errors import CommError, DeviceError, ProgramError
-from graphshard.core.lowering import Compute
+from graphshard.core.lowering import ActSum
 from graphshard.core.specs import StepShape
 from graphshard.runtime.bind import BoundProgram
-from graphshard.runtime.compute import ComputeTable, eager_call
+from graphshard.runtime.compute import ComputeOp, ComputeTable, eager_call
 from graphshard.runtime.cuda.step import CapturedStep
 from graphshard.runtime.cuda.torch_cuda import TorchCuda, TorchGraph
 from graphshard.runtime.cuda.watch import WarmUpWatch
@@ -31,13 +31,13 @@ _NO_CALLS = Calls([])
 RUN, WARM_UP, CAPTURE = "run", "warmed up", "captured"
 """What is done to a segment, as errors say."""
 
-Pieces = Sequence[tuple[int, int, Compute | None]]
+Pieces = Sequence[tuple[int, int, ComputeOp | None]]
 
 
 def pieces_of(bound: BoundProgram) -> Pieces:
     """The list in pieces `(begin, end, compute op that follows)`; the last has none."""
     last_of = {op: index for index, op in enumerate(bound.sources)}
-    pieces: list[tuple[int, int, Compute | None]] = []
+    pieces: list[tuple[int, int, ComputeOp | None]] = []
     begin = 0
     for compute in bound.computes:
         at = last_of[compute.op]
@@ -65,7 +65,7 @@ class CudaCompute:
         self._pool: object | None = None
         self._steps: list[CapturedStep] = []
 
-    def warm_up(self, shape: StepShape, computes: Sequence[Compute]) -> None:
+    def warm_up(self, shape: StepShape, computes: Sequence[ComputeOp]) -> None:
         """Run every segment twice, on whatever its weights' slots hold, so that no kernel is loaded later.
 
         A kernel that is loaded while a peer waits in a collective can deadlock the two: loading may wait for the
@@ -185,14 +185,17 @@ class CudaCompute:
             if op is not None:
                 self._run(shape, op, doing)
 
-    def _run_watched(self, shape: StepShape, op: Compute) -> None:
+    def _run_watched(self, shape: StepShape, op: ComputeOp) -> None:
         watch = WarmUpWatch(self._torch)
         with watch:
             self._run(shape, op, WARM_UP)
         if watch.error is not None:  # a segment swallowed it
             raise watch.error
 
-    def _run(self, shape: StepShape, op: Compute, doing: str) -> None:
+    def _run(self, shape: StepShape, op: ComputeOp, doing: str) -> None:
+        if isinstance(op, ActSum):
+            self._table.call(shape, op)()
+            return
         for segment in self._table.segments[op.begin : op.end]:
             self._run_segment(self._table.state(shape), segment, doing)
 
