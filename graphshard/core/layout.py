@@ -78,6 +78,11 @@ class UnitLayout:
         """Whether a rank's chunk is its slice of each weight."""
         return bool(self.slices)
 
+    @property
+    def num_slices(self) -> int:
+        """Contiguous pieces that a gather takes of each rank: its chunk, or its slice of each weight."""
+        return max(1, len(self.slices))
+
 
 @dataclass(frozen=True, slots=True)
 class SlotLayout:

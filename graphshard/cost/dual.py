@@ -112,7 +112,10 @@ class DualEstimate:
         """All three at this many tokens of all ranks together; SpecError below 1."""
         if tokens_per_group < 1:
             raise SpecError(f"{tokens_per_group} tokens per group: there is at least 1")
-        gathered = gather_us(self.block.num_bytes, self.world_size, self.transport, self.hardware)
+        num_slices = 1 if self.block.why_not_sliced(self.world_size) else max(1, len(self.block.gemms))
+        gathered = gather_us(
+            self.block.num_bytes, self.world_size, self.transport, self.hardware, num_slices=num_slices
+        )
         replicated = self._replicated_us(tokens_per_group)
         return DualTimes(
             tokens_per_group=tokens_per_group,

@@ -62,13 +62,20 @@ def stream_us(num_bytes: float, flops: float, hardware: HardwareSpec, memory_sha
 
 
 def gather_us(
-    num_bytes: int, world_size: int, transport: str, hardware: HardwareSpec, other_traffic: float = 0.0
+    num_bytes: int,
+    world_size: int,
+    transport: str,
+    hardware: HardwareSpec,
+    other_traffic: float = 0.0,
+    *,
+    num_slices: int = 1,
 ) -> float:
     """Time to restore a unit of `num_bytes` from `world_size` chunks, all ranks at once.
 
     t0 + the larger of: (N-1)/N of the bytes over the link, de-rated by the chunk's size and by `other_traffic`, the
     share of the link that others use; and the memory's side: the slot is written (N/N), the own chunk and the peers'
-    copies of it are read (N/N). On a host the own chunk comes the same way as the others.
+    copies of it are read (N/N). On a host the own chunk comes the same way as the others. A chunk of `num_slices` comes
+    in so many copies, and under `nccl` by so many collectives, each with a t0.
 
     Raises:
         SpecError: no rank, an unknown transport, or no link left.
@@ -83,9 +90,9 @@ def gather_us(
         return measured
     chunk = num_bytes // world_size
     remote = num_bytes if hardware.kind == "host" else num_bytes - chunk
-    rate = link.bytes_per_s * hardware.derating(chunk) * (1 - other_traffic)
+    rate = link.bytes_per_s * hardware.derating(chunk // num_slices) * (1 - other_traffic)
     memory_s = 0.0 if hardware.kind == "host" else 2 * num_bytes / hardware.memory_bytes_per_s
-    return link.t0_us + max(remote / rate, memory_s) * 1e6
+    return link.t0_us * (num_slices if transport == "nccl" else 1) + max(remote / rate, memory_s) * 1e6
 
 
 def memory_share(hardware: HardwareSpec) -> float:

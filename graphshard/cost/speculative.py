@@ -123,7 +123,10 @@ class _SequenceWork:
     def work_of(self, name: str) -> Work:
         cost, program = self.costs[name], self.sequence.graph(name).program
         size = cost.layout.world_size
-        gathers = [gather_us(unit.num_bytes, size, cost.transport, self.hardware) for unit in cost.layout.units]
+        gathers = [
+            gather_us(unit.num_bytes, size, cost.transport, self.hardware, num_slices=unit.num_slices)
+            for unit in cost.layout.units
+        ]
         return Work(program, cost.layout, cost.times, gathers, cost.num_copies, self.hardware)
 
     def issued(self, source: Source) -> SequenceOp:

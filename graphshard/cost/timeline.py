@@ -104,11 +104,15 @@ def predict(
     world_size = layout.world_size
     num_copies = 1 if transport == "nccl" else world_size
     lowered = lower(program, num_copies, num_copy_streams, own_branch)
-    gathers = [gather_us(unit.num_bytes, world_size, transport, hardware, other_traffic) for unit in layout.units]
+    gathers = [
+        gather_us(unit.num_bytes, world_size, transport, hardware, other_traffic, num_slices=unit.num_slices)
+        for unit in layout.units
+    ]
     work = Work(program, layout, times, gathers, num_copies, hardware)
     one_worker = executor == "cooperative" and hardware.kind == "host"
     found = _walk_one_worker(lowered, work) if one_worker else Walk(lowered, work).run()
-    num_nodes = len(times.segments) + sum(op.end - op.begin for op in lowered.ops if isinstance(op, CopyRun))
+    copies = [op for op in lowered.ops if isinstance(op, CopyRun)]
+    num_nodes = len(times.segments) + sum((op.end - op.begin) * layout.units[op.unit].num_slices for op in copies)
     return Prediction(
         timeline=Timeline(0, tuple(found.spans)),
         exposed_us=tuple(sorted((unit, us) for unit, us in found.exposed.items() if us > 0)),

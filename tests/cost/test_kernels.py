@@ -49,6 +49,9 @@ def test_a_gather_is_t0_and_the_larger_side() -> None:
     assert gather_us(4000, 4, "nccl", spec) == pytest.approx(5.0 + 8.0)  # the memory's side is the larger one
     fast = replace(spec, memory_bytes_per_s=1e12)
     assert gather_us(4000, 4, "pull", fast, other_traffic=0.5) == pytest.approx(3.0 + 15.0)
+    # in slices: shorter pieces, and a collective for each weight
+    assert gather_us(4000, 4, "pull", spec, num_slices=3) == gather_us(4000, 4, "pull", spec)
+    assert gather_us(4000, 4, "nccl", spec, num_slices=3) == pytest.approx(15.0 + 8.0)
     assert gather_us(4000, 1, "pull", fast) == pytest.approx(3.0 + 0.008)
 
 
