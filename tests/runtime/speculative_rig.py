@@ -140,10 +140,10 @@ class Recorder:
         table, alignment, issue = runtime._slots, runtime._alignment, runtime.issue
         post = alignment.issue
 
-        def posted(kind: str, units: Sequence[int], what: str) -> None:
+        def posted(kind: str, units: Sequence[int], *more: Any) -> None:
             if kind == "outside":
                 self.seen.extend(f"prefetch_launch {name} {unit}" for unit in units)
-            post(kind, units, what)
+            post(kind, units, *more)
 
         def issued(what: str, launch: Callable[[], None]) -> None:
             self.seen.append(f"replay {name}")
@@ -208,10 +208,10 @@ def traced(pair: Pair) -> list[list[Any]]:
     for name, runtime in pair.runtimes().items():
         post = runtime._alignment.issue
 
-        def posted(kind: str, units: Sequence[int], what: str, name: str = name, post: Any = post) -> None:
+        def posted(kind: str, units: Sequence[int], *more: Any, name: str = name, post: Any = post) -> None:
             if units:
                 trace.append([name, kind, list(units)])
-            post(kind, units, what)
+            post(kind, units, *more)
 
         runtime._alignment.issue = posted  # type: ignore[method-assign]
     return trace

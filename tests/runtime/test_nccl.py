@@ -94,9 +94,9 @@ def test_what_was_issued_has_ended_before_the_other_kind_begins() -> None:
         with programs.compiled(group, model, head="outside", timeout_s=programs.PATIENT_S) as runtime:
             seen, post = [], runtime._alignment.issue
 
-            def issue(kind: Any, units: Any, what: str) -> None:
+            def issue(kind: Any, units: Any, *more: Any) -> None:
                 seen.append(all(stream.is_idle() for stream in runtime._streams.values()))
-                post(kind, units, what)
+                post(kind, units, *more)
 
             runtime._alignment.issue = issue  # type: ignore[method-assign]
             for _ in range(5):

@@ -7,9 +7,9 @@ from functools import partial
 
 from graphshard.comm.rejoin import Newcomer
 from graphshard.core.errors import SpecError
+from graphshard.runtime.folding import RunMode
 from graphshard.runtime.runtime import Runtime
 from graphshard.runtime.speculative.agreement import compare_rows
-from graphshard.runtime.speculative.pieces import RunKind
 from graphshard.runtime.speculative.speculation import Speculation, whole_group
 
 
@@ -19,7 +19,7 @@ def speculate(
     *,
     draft_tokens: Sequence[int] | None = None,
     num_draft_replays: int = 1,
-    run: RunKind = "graph",
+    run: RunMode = "graph",
 ) -> Speculation:
     """Step `target` and `draft` together: make the sequences of their steps, verify them, compare them over ranks.
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from graphshard.core.errors import ProgramError
@@ -23,8 +21,8 @@ class CallOrder:
         self._open: SpeculativeStep | None = None
         self._is_verified = False
         self._lock = threading.Lock()
-        self._running = ""
-        """The call that is being made, and the thread that makes it."""
+        self._running: tuple[str, threading.Thread] | None = None
+        """The call that is being made, and who makes it."""
         self.num_proposed = 0
         """Draft replays of the step that is open."""
         self.has_outputs = False
@@ -37,25 +35,25 @@ class CallOrder:
             return COMMIT
         return propose(self.num_proposed) if self.num_proposed < self._num_draft_replays else VERIFY
 
-    @contextmanager
-    def calling(self, call: str, step: SpeculativeStep) -> Iterator[None]:
-        """`call` of `step` is made in the block; whatever happens there, the next one is due.
+    def begin(self, call: str, step: SpeculativeStep) -> None:
+        """`call` of `step` is made, until `end`; whatever happens in it, the next one is due.
 
         Raises:
             ProgramError: another is due; or one is being made, by another thread or around this one.
         """
         with self._lock:
-            if self._running:
+            if self._running is not None:
+                other, thread = self._running
                 raise ProgramError(
-                    f"{call} of {step} was called while {self._running} is being made: one thread makes the calls of a "
-                    "speculation's steps, each after the one before it has returned"
+                    f"{call} of {step} was called while {other} (thread {thread.name}) is being made: one thread makes "
+                    "the calls of a speculation's steps, each after the one before it has returned"
                 )
             self._advance(call, step)
-            self._running = f"{call} (thread {threading.current_thread().name})"
-        try:
-            yield
-        finally:
-            self._running = ""
+            self._running = call, threading.current_thread()
+
+    def end(self) -> None:
+        """The call that was begun is over, returned or raised."""
+        self._running = None
 
     def _advance(self, call: str, step: SpeculativeStep) -> None:
         is_skip = call == VERIFY and self.num_proposed == 0 and not self._is_verified

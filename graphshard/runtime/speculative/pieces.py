@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -12,11 +12,10 @@ from graphshard.core.counts import some_of
 from graphshard.core.errors import SpecError
 from graphshard.core.sequence import StepSequence
 from graphshard.core.specs import StepShape
+from graphshard.runtime.folding import RunMode
 from graphshard.runtime.runtime import Runtime
-from graphshard.schedule.sequence import emit_sequences
+from graphshard.schedule.sequence import DRAFT, TARGET, emit_sequences
 from graphshard.verify.sequence import verify_sequences
-
-RunKind = Literal["graph", "eager"]
 
 
 class Piece(Protocol):
@@ -32,20 +31,6 @@ class Piece(Protocol):
         """Run it on what the inputs hold now; see `StepGraph.replay`."""
 
 
-class EagerStep:
-    """A step shape that is run eagerly: `Runtime.run` with a `StepGraph`'s face."""
-
-    def __init__(self, runtime: Runtime, shape: StepShape) -> None:
-        self.shape = shape
-        self.inputs: dict[str, Tensor] = runtime.buffers(shape, "input")
-        self.outputs: dict[str, Tensor] = runtime.buffers(shape, "output")
-        self._runtime = runtime
-
-    def replay(self) -> None:
-        """Run the step: the list that a graph would be captured from, with the order and the errors of its replay."""
-        self._runtime.run(self.shape.batch_size, self.shape.tokens_per_sequence)
-
-
 @dataclass(frozen=True, order=True)
 class Shapes:
     """The step shapes that belong together: the target's, and that of each draft replay."""
@@ -58,7 +43,7 @@ class Shapes:
         return f"{self.target}" + (f" after drafts {drafts}" if drafts else "")
 
 
-def shapes_of(target: Runtime, draft: Runtime | None, draft_tokens: Sequence[int], run: RunKind) -> tuple[Shapes, ...]:
+def shapes_of(target: Runtime, draft: Runtime | None, draft_tokens: Sequence[int], run: RunMode) -> tuple[Shapes, ...]:
     """The target's step shapes for which there are drafts, smallest first; with `run` graph those that are captured.
 
     Args:
@@ -100,7 +85,7 @@ def sequences_of(
     made: dict[Shapes, Mapping[str, StepSequence]] = {}
     verified: set[tuple[str, ...]] = set()
     fold = next((fold.name for fold in target.model.folds), None)
-    runtimes = {"target": target} | ({} if draft is None else {"draft": draft})
+    runtimes = {TARGET: target} | ({} if draft is None else {DRAFT: draft})
     layouts = {name: runtime.layout for name, runtime in runtimes.items()}
     models = {name: runtime.model for name, runtime in runtimes.items()}
     num_copies = max(runtime.plan.num_copies for runtime in runtimes.values())
@@ -151,7 +136,7 @@ def check_lender(target: Runtime, draft: Runtime) -> None:
         )
 
 
-def _is_ready(runtime: Runtime, shape: StepShape, run: RunKind) -> bool:
+def _is_ready(runtime: Runtime, shape: StepShape, run: RunMode) -> bool:
     if run == "eager":
         return shape in runtime.programs
     try:

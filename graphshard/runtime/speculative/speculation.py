@@ -25,14 +25,14 @@ from graphshard.comm.group import Group
 from graphshard.core.errors import CommError, ProgramError, SpecError
 from graphshard.core.sequence import StepSequence
 from graphshard.core.specs import StepShape
+from graphshard.runtime.eager_step import EagerStep
+from graphshard.runtime.folding import RunMode
 from graphshard.runtime.graphs import StepGraph
 from graphshard.runtime.runtime import Runtime
 from graphshard.runtime.speculative.agreement import Agreed, Exchange, agree_on_size, check_size, compare_rows
 from graphshard.runtime.speculative.order import CallOrder
 from graphshard.runtime.speculative.pieces import (
-    EagerStep,
     Piece,
-    RunKind,
     check_apart,
     check_lender,
     sequences_of,
@@ -55,7 +55,7 @@ class Speculation:
         target: Runtime,
         draft: Runtime | None,
         draft_tokens: Sequence[int],
-        run: RunKind,
+        run: RunMode,
         group: Group | None = None,
     ) -> None:
         """Local. `draft_tokens` as `pieces.shapes_of` takes them; `group` is for sizes alone: updates have another."""
@@ -313,8 +313,12 @@ class Speculation:
     @contextmanager
     def calling(self, call: str, step: SpeculativeStep) -> Iterator[None]:
         """`call` of `step`, if it is due. Where one model's gathers cannot go on, the other's do not either."""
-        with self.order.calling(call, step), self._in_step():
-            yield
+        self.order.begin(call, step)
+        try:
+            with self._in_step():
+                yield
+        finally:
+            self.order.end()
 
     # --- inside ---
 
