@@ -1,6 +1,7 @@
 """The verifier: proves an op list free of races before a byte is allocated. Imports core only."""
 
 from graphshard.verify.interpreter import Outcome, explore
+from graphshard.verify.rank_interpreter import explore_ranks
 from graphshard.verify.ranks import Collective, Difference, collectives_of, compare_ranks, first_difference
 from graphshard.verify.report import RULE_NAMES, Report, Violation
 from graphshard.verify.rules import RULES, Rule, verify
@@ -19,6 +20,7 @@ __all__ = [
     "collectives_of",
     "compare_ranks",
     "explore",
+    "explore_ranks",
     "first_difference",
     "verify",
     "verify_sequences",

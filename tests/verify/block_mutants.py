@@ -55,7 +55,7 @@ def _exchange_mutants(program: Program, index: int, op: ActGather | ReduceScatte
 
 def _part_mutants(program: Program, index: int, op: Gemm) -> Iterator[Mutant]:
     ops = program.ops
-    part = next(part for block in program.blocks if (part := block.part_of(op.begin)) is not None)
+    part = next((part for block in program.blocks if (part := block.part_of(op.begin)) is not None), None)
     for to in range(index):
         yield _of(program, f"{part} earlier", _moved(ops, index, to), {13, 1})
     for to in range(index + 1, len(ops)):
