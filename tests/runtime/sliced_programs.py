@@ -7,6 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import joint_programs as joint
+from block_model import BlockModel
 from byte_steps import wrong_after
 from load_rig import ANY, load
 from sliced_model import SlicedModel, sliced_units
@@ -184,3 +186,46 @@ def change_after_load(group: Group, layers: Layers, transport: str) -> str:
         finally:
             group.barrier("looked at")
     return ""
+
+
+def updates_in_both_modes(group: Group, transport: str) -> list[Any]:
+    """Steps on slices and on gathered weights, captured and eager, before and after whole and partial updates."""
+    model = BlockModel()
+    with joint.compiled(group, model, transport) as runtime:
+        wrong = _both_modes(runtime, model, 0)
+        runtime.update(model.tensors(1))
+        wrong += _both_modes(runtime, model, 1)
+        names = ("1.up", "2.down")
+        runtime.update({name: model.tensors(2)[name] for name in names}, only=names)
+        mixed = model.tensors(1) | {name: model.tensors(2)[name] for name in names}
+        model.tensors = lambda version=0: mixed  # type: ignore[method-assign, assignment]
+        wrong += _both_modes(runtime, model, 0)
+        runtime.check_gathers()
+        return [wrong, runtime.epoch]
+
+
+def _both_modes(runtime: Runtime, model: BlockModel, version: int) -> list[str]:
+    """What is wrong with steps of the smallest and the largest step shape."""
+    found = []
+    for number, shape in enumerate((min(runtime.programs), max(runtime.programs))):
+        for run in ("graph", "eager", "graph"):
+            found.append(joint.step_wrong(runtime, model, shape, number, run, version))
+    return [text for text in found if text]
+
+
+def save_in_both_modes(group: Group, folder: Path) -> None:
+    """Save what tensor-parallel and gathered steps share."""
+    model = BlockModel()
+    with joint.compiled(group, model, "pull", checkpoint=model.tensors(3)) as runtime:
+        runtime.save_shards(folder)
+        group.barrier("saved")
+
+
+def load_in_both_modes(group: Group, folder: Path, transport: str, dual: str) -> list[Any]:
+    """Steps of weights that were saved; how many blocks the smallest step computes on slices."""
+    model = BlockModel()
+    choices = {"dual": dual, "chooser": joint.UpTo(4) if dual == "auto" else None}
+    with joint.compiled(group, model, transport, checkpoint=folder, **choices) as runtime:
+        wrong = _both_modes(runtime, model, 3)
+        group.barrier("stepped")
+        return [wrong, len(runtime.programs[min(runtime.programs)].blocks)]

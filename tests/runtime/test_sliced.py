@@ -14,7 +14,10 @@ from load_rig import write_checkpoint
 from ranks import MODES, entry_of, rank_environment, run_on_ranks, try_on_ranks
 from shard_programs import without_sync
 from sliced_model import SlicedModel, sliced_units
+from small_modules import Stack
 
+import graphshard
+from graphshard.comm.group import LocalGroup
 from graphshard.comm.launch import failure_text, run_ranks
 from graphshard.core.errors import SpecError
 from graphshard.core.layout import build_layout
@@ -121,6 +124,26 @@ def test_files_of_slices_are_not_taken_for_flat_ones(tmp_path: Path) -> None:
         assert "unit 1 (0.mlp) lies in slices in the files, flat in the plan" in outcome.error
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("transport", ["pull", "nccl"])
+def test_updates_reach_steps_of_both_modes(transport: str, mode: str) -> None:
+    for found in run_on_ranks(programs.updates_in_both_modes, 3, transport, mode=mode):
+        assert found == [[], 4]
+
+
+def test_files_serve_steps_of_both_modes(tmp_path: Path) -> None:
+    """48 rows: over 5 ranks no block is sliced, and whoever asks for slices gets gathers, with the reason."""
+    run_on_ranks(programs.save_in_both_modes, 2, tmp_path / "2")
+    for world_size in (3, 5):
+        with ShardReader(tmp_path / "2", lambda count: None) as reader:
+            reshard(reader, tmp_path / f"{world_size}", world_size)
+    for world_size, num_blocks in ((2, 3), (3, 3), (5, 0)):
+        for transport, dual in (("pull", "auto"), ("nccl", "tensor_parallel"), ("pull", "gather")):
+            due = [[], 0 if dual == "gather" else num_blocks]
+            found = run_on_ranks(programs.load_in_both_modes, world_size, tmp_path / f"{world_size}", transport, dual)
+            assert found == [due] * world_size, (world_size, dual)
+
+
 @pytest.mark.parametrize("transport", ["pull", "nccl"])
 def test_a_slice_that_changed_after_the_load_is_named(transport: str) -> None:
     for rank, told in enumerate(run_on_ranks(programs.change_after_load, 3, LAYERS, transport)):
@@ -160,5 +183,7 @@ def test_slices_are_of_blocks_alone() -> None:
     bare = type(spec)(spec.name, spec.weights, spec.segments)
     with pytest.raises(SpecError, match=r"unit 1 \(0.mlp\) is sliced, and bytes has no block of the weights"):
         make_plan(bare, 2, device, placed=units)
+    with LocalGroup(1) as groups, pytest.raises(SpecError, match=r"dual is gather, and Stack declares no blocks"):
+        graphshard.attach(Stack(), groups[0], dual="gather")
     with pytest.raises(SpecError, match=r"cannot be sliced over 5 ranks: 24 rows of bytes.0.w1 are no multiple"):
         build_layout(spec, make_plan(spec, 5, device, placed=units))
