@@ -38,6 +38,7 @@ from graphshard.runtime.memory import RuntimeMemory
 from graphshard.runtime.model import SegmentedModel
 from graphshard.runtime.runtime import Runtime
 from graphshard.runtime.weights.fill import Filler
+from graphshard.schedule.dual import MODES_BY
 
 
 @dataclass(frozen=True)
@@ -276,6 +277,8 @@ def _certificate(
 
 
 def _joint_settings(compiled: Compiled) -> dict[str, str]:
-    """Which steps all ranks must take together; nothing where none is."""
+    """Which steps all ranks must take together, and by what modes were chosen; nothing where nothing was."""
     joint = [str(shape) for shape, program in compiled.programs.items() if program.blocks]
-    return {"step shapes that need all ranks": " ".join(joint)} if joint else {}
+    settings = {"step shapes that need all ranks": " ".join(joint)} if joint else {}
+    by = [reason.removeprefix(MODES_BY) for reason in compiled.plan.block_reasons if reason.startswith(MODES_BY)]
+    return settings | ({"modes": by[0]} if by else {})

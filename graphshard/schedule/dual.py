@@ -23,6 +23,8 @@ Dual = Literal["off", "gather", "tensor_parallel", "auto"]
 RULE_TOKENS = 700
 """Tokens of all ranks up to which slices are taken where nothing is known of the machine: the published estimate of
 where replicas become faster, over 8 ranks (vLLM #50656)."""
+MODES_BY = "modes: "
+"""How the reason begins that says by what modes were chosen; ranks compare it."""
 
 Modes = tuple[tuple[StepShape, tuple[Mode, ...]], ...]
 
@@ -112,9 +114,9 @@ def choose_modes(request: DualRequest) -> tuple[Modes, tuple[str, ...]]:
     reasons += [f"{names}: always gathered: {why}" for names, why in _grouped(_refusals(model, refused, is_sliced))]
     chooser = request.chooser or RuleOfThumb(request.world_size)
     if dual == "auto" and len(refused) < len(model.blocks):
-        reasons.append(f"modes: {chooser.headline}")
+        reasons.append(MODES_BY + chooser.headline)
     elif dual != "auto" and request.chooser is not None:
-        reasons.append(f"modes: {dual} was asked for, whatever is known: {chooser.headline}")
+        reasons.append(f"{MODES_BY}{dual} was asked for, whatever is known: {chooser.headline}")
     modes: list[tuple[StepShape, tuple[Mode, ...]]] = []
     for shape in request.step_shapes:
         chosen = [_choice(request, block, shape, chooser, refused) for block in model.blocks]
