@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from block_programs import STEPS, alone, both_ways
+from block_programs import DECODE, STEPS, alone, both_ways, in_turn, turn_alone
 from ranks import run_on_ranks
 from test_blocks import assert_close
 
@@ -41,7 +41,7 @@ MORE = [
 ]
 
 
-@pytest.mark.parametrize("mode", ["gather"])
+@pytest.mark.parametrize("mode", ["gather", "tensor_parallel"])
 @pytest.mark.parametrize(
     ("family", "dtype", "world_size", "choices", "ranks"),
     [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)],
@@ -50,3 +50,28 @@ def test_each_rank_has_what_whole_weights_give(
     mode: str, family: str, dtype: str, world_size: int, choices: dict[str, Any], ranks: str
 ) -> None:
     check(mode, world_size, family, dtype, choices, ranks)
+
+
+@pytest.mark.parametrize(
+    ("family", "world_size", "num_steps", "choices", "ranks"),
+    [
+        ("llama", 2, 100, {}, "processes"),
+        pytest.param("llama", 2, 1000, {}, "processes", marks=pytest.mark.slow),
+        pytest.param("kimi_k3", 3, 1000, {}, "threads", marks=pytest.mark.slow),
+        pytest.param("llama", 2, 1000, {"transport": "nccl"}, "processes", marks=pytest.mark.slow),
+        ("kimi_k3", 2, 40, {"transport": "nccl"}, "threads"),
+    ],
+)
+def test_graphs_of_both_modes_take_turns_over_one_shard(
+    family: str, world_size: int, num_steps: int, choices: dict[str, Any], ranks: str
+) -> None:
+    told = run_on_ranks(in_turn, world_size, family, num_steps, choices, mode=ranks, timeout_s=400.0)
+    for rank, one in enumerate(told):
+        assert one["modes"] == {"prefill": ["gather"], "decode": ["tensor_parallel"]}
+        want = turn_alone(family, rank)
+        assert one["prefill"] == want["prefill"], "gathered: bit for bit"
+        assert_close(*(torch.tensor(x).view(DECODE[0], 1, -1) for x in (one["decode"], want["decode"])))
+        assert one["other"] is None, f"step {one['other']} gave other bits than the first of its kind"
+        assert one["digests"][0] == one["digests"][1] and one["tables"]
+        if ranks == "processes":  # threads' ranks share one heap
+            assert one["grown_bytes"] < 2**20
