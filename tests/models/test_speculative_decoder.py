@@ -16,8 +16,9 @@ from graphshard.core.errors import SpecError
 from graphshard.models.config import LlamaConfig
 from graphshard.models.llama import Llama, random_llama
 from graphshard.models.speculative.acceptance import Row
-from graphshard.models.speculative.compare import differences, follow
+from graphshard.models.speculative.compare import differences
 from graphshard.models.speculative.decoder import Decoded, SpeculativeDecoder
+from graphshard.models.speculative.plain import follow
 from graphshard.models.speculative.proposers import BlockProposer, TokenProposer
 
 SMALL = LlamaConfig(

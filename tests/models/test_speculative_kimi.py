@@ -20,8 +20,9 @@ from graphshard.core.specs import StepShape
 from graphshard.models.dflash.folder import random_dflash
 from graphshard.models.kimi_k3.folder import random_kimi_k3
 from graphshard.models.kimi_k3.model import KimiK3
-from graphshard.models.speculative.compare import differences, follow
+from graphshard.models.speculative.compare import differences
 from graphshard.models.speculative.decoder import Decoded, SpeculativeDecoder
+from graphshard.models.speculative.plain import follow
 
 PROMPTS = [[3, 1, 4, 1, 5, 9], [7], [11, 13, 17, 19]]
 BLOCK, NUM_TOKENS, LENGTH = 4, 10, 19

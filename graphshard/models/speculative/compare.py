@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from graphshard.models.speculative.steps import PlainStepLike, choices, write
-
 NEAR_TIE = 1e-3
 """The largest gap between the two largest logits that another order of sums may turn."""
 
@@ -33,30 +31,9 @@ class Difference:
         return self.gap < NEAR_TIE
 
 
-def follow(step: PlainStepLike, prompt: Sequence[int], tokens: Sequence[int]) -> tuple[list[int], list[float]]:
-    """What plain decoding, a token a step, chooses behind `prompt` and each beginning of `tokens`.
-
-    Where a choice differs the text goes on with that of `tokens`, so what comes behind is compared as well.
-
-    Returns:
-        Its choices, as many as `tokens`; and by how much each one's logit exceeded the next largest.
-    """
-    text = [*prompt, *tokens]
-    chosen, gaps = [], []
-    for position in range(len(text) - 1):
-        write(step.inputs["tokens"], [[text[position]]])
-        write(step.inputs["positions"], [[position]])
-        step.replay()
-        if position >= len(prompt) - 1:
-            [[token]], [[gap]] = choices(step.outputs["logits"])
-            chosen.append(token)
-            gaps.append(gap)
-    return chosen, gaps
-
-
 def differences(
     sequence: int, tokens: Sequence[int], plain_tokens: Sequence[int], gaps: Sequence[float]
 ) -> list[Difference]:
-    """Where `tokens` of `sequence` are not those of plain decoding, which `follow` gives with its gaps."""
+    """Where `tokens` of `sequence` are not those of plain decoding, which `plain.follow` gives with its gaps."""
     rows = enumerate(zip(tokens, plain_tokens, gaps, strict=True))
     return [Difference(sequence, index, a, b, gap) for index, (a, b, gap) in rows if a != b]

@@ -21,13 +21,6 @@ class StepTensors(Protocol):
         """By name."""
 
 
-class PlainStepLike(StepTensors, Protocol):
-    """A step of one model, for one sequence and one token: a `StepGraph`, or an eager one."""
-
-    def replay(self) -> None:
-        """Run it on what the inputs hold."""
-
-
 class SpeculativeStepLike(Protocol):
     """One step: `propose(0)` to `propose(n - 1)` or none, `verify`, `commit`."""
 
