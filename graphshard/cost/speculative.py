@@ -19,9 +19,8 @@ from graphshard.core.sequence import Fold, Held, PrefetchLaunch, PrefetchWait, S
 from graphshard.core.sequence_lowering import ENTRY_STEP, LoweredSequence, Source, lower_sequences
 from graphshard.core.timeline import Overlap, Span, Timeline, overlap_of, prefetch_name, prefetch_wait_name
 from graphshard.cost.hardware import HardwareSpec
-from graphshard.cost.kernels import gather_us
 from graphshard.cost.segments import StepTimes
-from graphshard.cost.timeline import NOTHING, Walk, Work
+from graphshard.cost.timeline import NOTHING, Walk, Work, gathers_us
 
 _HOST = -2
 """The op index of waits for what was issued before: there was nothing to do yet, so they are no spans."""
@@ -122,11 +121,7 @@ class _SequenceWork:
 
     def work_of(self, name: str) -> Work:
         cost, program = self.costs[name], self.sequence.graph(name).program
-        size = cost.layout.world_size
-        gathers = [
-            gather_us(unit.num_bytes, size, cost.transport, self.hardware, num_slices=unit.num_slices)
-            for unit in cost.layout.units
-        ]
+        gathers = gathers_us(cost.layout, cost.transport, self.hardware)
         return Work(program, cost.layout, cost.times, gathers, cost.num_copies, self.hardware)
 
     def issued(self, source: Source) -> SequenceOp:

@@ -104,10 +104,7 @@ def predict(
     world_size = layout.world_size
     num_copies = 1 if transport == "nccl" else world_size
     lowered = lower(program, num_copies, num_copy_streams, own_branch)
-    gathers = [
-        gather_us(unit.num_bytes, world_size, transport, hardware, other_traffic, num_slices=unit.num_slices)
-        for unit in layout.units
-    ]
+    gathers = gathers_us(layout, transport, hardware, other_traffic)
     work = Work(program, layout, times, gathers, num_copies, hardware)
     one_worker = executor == "cooperative" and hardware.kind == "host"
     found = _walk_one_worker(lowered, work) if one_worker else Walk(lowered, work).run()
@@ -124,6 +121,14 @@ def predict(
         num_nodes=num_nodes,
         launch_us=hardware.launch_us + hardware.launch_us_per_node * num_nodes,
     )
+
+
+def gathers_us(layout: Layout, transport: Transport, hardware: HardwareSpec, other_traffic: float = 0.0) -> list[float]:
+    """The time of each unit's gather, alone."""
+    return [
+        gather_us(unit.num_bytes, layout.world_size, transport, hardware, other_traffic, num_slices=unit.num_slices)
+        for unit in layout.units
+    ]
 
 
 class Walked(Protocol):
