@@ -123,7 +123,7 @@ def predict(
     )
 
 
-def gathers_us(layout: Layout, transport: Transport, hardware: HardwareSpec, other_traffic: float = 0.0) -> list[float]:
+def gathers_us(layout: Layout, transport: str, hardware: HardwareSpec, other_traffic: float = 0.0) -> list[float]:
     """The time of each unit's gather, alone."""
     return [
         gather_us(unit.num_bytes, layout.world_size, transport, hardware, other_traffic, num_slices=unit.num_slices)
