@@ -114,9 +114,12 @@ def launch_cost(group: Group, num_repeats: int) -> LaunchCost:
 
 
 def gemm_times(
-    group: Group, shapes: Sequence[GemmShape], num_repeats: int
+    group: Group, shapes: Sequence[GemmShape], num_repeats: int, cold_bytes: int = COLD_BYTES
 ) -> tuple[dict[GemmShape, float], dict[GemmShape, float]]:
-    """Microseconds of each gemm with its weight in memory, and with its weight read just before."""
+    """Microseconds of each gemm with its weight in memory, and with its weight read just before.
+
+    `cold_bytes` of weights are read before one is read again.
+    """
     cold: dict[GemmShape, float] = {}
     hot: dict[GemmShape, float] = {}
     for shape in shapes:
@@ -124,7 +127,7 @@ def gemm_times(
         dtype = torch_dtype(name)
         x, out = torch.randn(m, k).to(dtype), torch.empty(m, n, dtype=dtype)
         one = torch.randn(n, k).to(dtype)
-        count = max(1, -(-COLD_BYTES // (one.numel() * one.element_size())))
+        count = max(1, -(-cold_bytes // (one.numel() * one.element_size())))
         weights = [one] + [one.clone() for _ in range(count - 1)]
         group.barrier("before a gemm")
         cold[shape] = _gemm_us(x, out, [weights[i % count] for i in range(max(num_repeats, count) + 1)])

@@ -9,6 +9,7 @@ import click
 
 from graphshard.bench.compile import CompileRequest, measure_compile
 from graphshard.bench.stats import summarize
+from graphshard.cli.bench_dual import command as dual
 from graphshard.cli.bench_load import command as load
 from graphshard.cli.bench_speculative import command as speculative
 from graphshard.cli.bench_step import command as step
@@ -30,6 +31,7 @@ def command() -> None:
 command.add_command(step)
 command.add_command(load)
 command.add_command(speculative)
+command.add_command(dual)
 
 
 GATHER_JSON = """JSON keys: `rows` {what, num_bytes, us, p10_us, p90_us, n, GBps, share_of_memcpy, samples_us,

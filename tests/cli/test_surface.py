@@ -25,10 +25,11 @@ COMMAND_LINES = [
     ["trace"],
     ["plan"],
     ["calibrate"],
+    ["tune"],
     ["reshard"],
     ["doctor"],
     ["compare"],
-    *(["bench", name] for name in ("gather", "dispatch", "compile", "step", "load", "speculative")),
+    *(["bench", name] for name in ("gather", "dispatch", "compile", "step", "load", "speculative", "dual")),
 ]
 
 
