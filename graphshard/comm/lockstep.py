@@ -234,7 +234,8 @@ class Lockstep:
         A peer that was done with it gave up later: then all chunks had arrived everywhere.
         """
         pages = [self._control.pages[rank] for rank in self._peers]
-        if any(page.has_failed and page.num_finished < number for page in pages):
+        has_failed = any(page.has_failed and page.num_finished < number for page in pages)
+        if has_failed or self._control.mine.has_failed:  # here: `compute_failed`
             self._adopt()
 
     def _told_by(self, rank: int) -> str:

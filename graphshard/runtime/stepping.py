@@ -126,6 +126,7 @@ class Stepping(Binding):
         try:
             is_over = self._alignment.wait(lambda timeout_s: self._done.wait(1, timeout_s), awaited)
         except CommError:
+            self._end_joint(bound)
             calls.check()  # where compute raised here, peers were told of that, and so was this wait
             raise
         if not is_over:
@@ -227,6 +228,16 @@ class Stepping(Binding):
         what = step_text(number, shape, is_eager)
         is_joint = bound.joint is not None
         return Awaited(what, number, pending, bound.name_gather, self._alignment.number, is_joint=is_joint)
+
+    def _end_joint(self, bound: BoundProgram) -> None:
+        """A step that ranks take together was given up: what waits here is let go, and must be gone before the next.
+
+        Under a collective transport there is no next one.
+        """
+        if bound.joint is not None and not self._transport.is_collective:
+            deadline = time.monotonic() + self.timeout_s
+            for stream in bound.streams:
+                self._late = not stream.synchronize(max(0.0, deadline - time.monotonic())) or self._late
 
     def _tell_of_compute(self, shape: StepShape, bound: BoundProgram) -> Callable[[BaseException], None] | None:
         """Who is told what compute raised, on its thread: peers, if they go on with what it leaves; else nobody."""

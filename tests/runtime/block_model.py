@@ -79,13 +79,19 @@ class BlockModel:
             for weight in self.spec().weights
         }
 
-    def expected(self, tokens: Tensor, version: int = 0) -> Tensor:
-        """What a step makes of `tokens`, whoever computes it."""
+    def expected(self, tokens: Tensor, version: int = 0, num_slices: int = 1) -> Tensor:
+        """What a step makes of `tokens`, whoever computes it; a narrow block rounds each of `num_slices` partial sums,
+        and their sum."""
         weights, hidden = self.tensors(version), tokens.clone()
         for layer in range(self.num_layers):
             hidden = (hidden + weights[f"{layer}.bias"].sum(0)).remainder(MODULUS)
             made = (hidden @ weights[f"{layer}.up"].T).remainder(16)
-            hidden = (hidden + made @ weights[f"{layer}.down"]).remainder(MODULUS)
+            added = made @ weights[f"{layer}.down"]
+            if num_slices > 1:
+                dtype: torch.dtype = getattr(torch, self.blocks[layer].spec.dtype)
+                slices = zip(made.chunk(num_slices, 1), weights[f"{layer}.down"].chunk(num_slices), strict=True)
+                added = torch.stack([(part @ down).to(dtype).float() for part, down in slices]).sum(0).to(dtype).float()
+            hidden = (hidden + added).remainder(MODULUS)
         return hidden
 
     # --- a block on slices ---

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,7 +54,8 @@ def step_wrong(runtime: Runtime, model: BlockModel, shape: StepShape, number: in
     else:
         runtime.run(shape.batch_size, shape.tokens_per_sequence)
     result = runtime.buffers(shape, "output")["result"]
-    expected = model.expected(tokens, version)
+    num_slices = runtime.group.world_size if runtime.programs[shape].blocks else 1
+    expected = model.expected(tokens, version, num_slices)
     return "" if torch.equal(result, expected) else f"step {number} of {shape} ({run}): {result} is not {expected}"
 
 
@@ -82,3 +85,87 @@ def _standing(runtime: Runtime) -> list[Any]:
     assert shards is not None
     digests = [runtime.layout.digest, runtime.plan.digest, checksum_of(shards)]
     return [*digests, *(program.digest for program in runtime.programs.values()), *runtime.buffer_table()]
+
+
+def in_turn(group: Group, transport: str, num_steps: int, last_dtype: str) -> str:
+    """Steps of a shape with blocks and of one without, in turn, from one shard: the first that is wrong."""
+    model = BlockModel(last_dtype=last_dtype)
+    with compiled(group, model, transport) as runtime:
+        before = None
+        for number in range(num_steps):
+            if number == num_steps // 2:
+                before = [_standing(runtime), _resident_pages()]
+            shape = StepShape(2, 1) if number % 2 else StepShape(2, 3)
+            wrong = step_wrong(runtime, model, shape, number, "graph")
+            if wrong:
+                return wrong
+        assert before is not None
+        assert _standing(runtime) == before[0]
+        grown = _resident_pages() - before[1]
+        assert grown < 64 * num_steps, f"{grown} pages more after {num_steps // 2} steps"
+        group.barrier()
+    return ""
+
+
+def _resident_pages() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1])
+
+
+def update_between(group: Group, transport: str) -> list[str]:
+    """New weights between steps of both kinds; slices are the shard."""
+    model = BlockModel()
+    wrong = []
+    with compiled(group, model, transport) as runtime:
+        for version in (0, 1, 2):
+            if version:
+                runtime.update(model.tensors(version))
+            for number, shape in enumerate(runtime.programs):
+                for run in ("eager", "graph"):
+                    wrong.append(step_wrong(runtime, model, shape, number, run, version))
+        group.barrier()
+    return [text for text in wrong if text]
+
+
+def capture_again(group: Group) -> list[str]:
+    """Step shapes are captured one by one between steps, and closed and captured again; rank 1 is late each time."""
+    model = BlockModel()
+    wrong = []
+    with compiled(group, model, "pull", capture_sizes=[*SHAPES]) as runtime:
+        for turn in range(3):
+            with runtime.turn.lock:
+                runtime.close_graphs()
+            for number, shape in enumerate(runtime.programs):
+                wrong.append(step_wrong(runtime, model, StepShape(1, 1), number, "eager"))
+                if group.rank == 1:
+                    time.sleep(0.02 * turn)  # others wait for it; nothing depends on how long
+                runtime.capture([shape])
+                wrong.append(step_wrong(runtime, model, shape, 10 + number, "graph"))
+        group.barrier()
+    return [text for text in wrong if text]
+
+
+def speculate_idly(group: Group, transport: str, run: str) -> list[Any]:
+    """Ranks have unlike numbers of requests, and some none: all take steps of the agreed size."""
+    model = BlockModel()
+    wrong, sizes = [], []
+    with compiled(group, model, transport) as runtime:
+        with graphshard.speculate(runtime, None, run=run) as speculation:
+            assert speculation.is_collective and speculation.needs_agreement
+            for number in range(6):
+                mine = (number + group.rank) % 3 if number < 5 else 0
+                agreed = speculation.agree(mine)
+                sizes.append([agreed.batch_size, agreed.is_over])
+                if agreed.is_over:
+                    break
+                if not mine:
+                    speculation.idle(agreed.batch_size, 3 if agreed.batch_size == 4 else 1)
+                    continue
+                step = speculation.graph(agreed.batch_size)
+                shape = StepShape(agreed.batch_size)
+                tokens = tokens_of(group.rank, number, shape)
+                step.target.inputs["tokens"].copy_(tokens)
+                step.verify()
+                step.commit()
+                wrong.append(torch.equal(step.target.outputs["result"], model.expected(tokens)))
+            group.barrier()
+    return [all(wrong), sizes]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
-from joint_programs import all_steps
-from ranks import MODES, run_on_ranks
+from census import no_growth
+from joint_faults import fail_in_compute, lose_a_rank, refusals, skip_a_step, unlike_shapes
+from joint_programs import all_steps, capture_again, in_turn, speculate_idly, update_between
+from ranks import MODES, run_on_ranks, try_on_ranks
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -12,3 +16,94 @@ from ranks import MODES, run_on_ranks
 def test_steps_of_either_mode_are_exact(world_size: int, mode: str, transport: str) -> None:
     for wrong, blocks, _ in run_on_ranks(all_steps, world_size, transport, "auto", mode=mode):
         assert wrong == [] and blocks == [3, 3, 0, 0]
+
+
+@pytest.mark.parametrize(("dual", "expected"), [("tensor_parallel", 3), ("gather", 0)])
+def test_one_shard_serves_every_mode(dual: str, expected: int, transport: str) -> None:
+    found = run_on_ranks(all_steps, 2, transport, dual)
+    (_, _, layout), *_ = run_on_ranks(all_steps, 2, transport, "auto")
+    assert [(wrong, blocks) for wrong, blocks, _ in found] == [([], [expected] * 4)] * 2
+    assert {digest for _, _, digest in found} == {layout}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_ranks_may_run_eagerly_or_replay_each_as_it_likes(mode: str) -> None:
+    for wrong, _, _ in run_on_ranks(all_steps, 3, "pull", "auto", True, mode=mode):
+        assert wrong == []
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_blocks_of_narrow_numbers(dtype: str, transport: str) -> None:
+    """Tokens and partial sums of the last block are rounded to it; small whole numbers are kept."""
+    assert run_on_ranks(in_turn, 2, transport, 4, dtype) == [""] * 2
+
+
+def test_decode_and_prefill_in_turn(transport: str) -> None:
+    """A thousand steps from one shard: tensor-parallel, gathered, ...; memory is flat (checked inside)."""
+    assert run_on_ranks(in_turn, 2, transport, 1000, "float32", mode="processes") == [""] * 2
+
+
+def test_updates_between_steps(transport: str) -> None:
+    assert run_on_ranks(update_between, 3, transport) == [[]] * 3
+
+
+def test_captures_between_steps() -> None:
+    """Capturing records over what peers read, so ranks meet first; a slow one is waited for."""
+    assert run_on_ranks(capture_again, 3) == [[]] * 3
+
+
+@pytest.mark.parametrize("run", ["eager", "graph"])
+def test_a_rank_that_does_not_come(run: str, transport: str) -> None:
+    with no_growth() if transport == "pull" else nullcontext():  # what a stuck NCCL has is left behind
+        outcomes = run_on_ranks(skip_a_step, 3, 1, run, transport)
+    for rank, (text, seconds, refused, apart) in enumerate(outcomes):
+        if rank != 1:
+            assert text.startswith("CommError: rank ") and "waited 1.0 s for step 2 of shape 1x1" in text, text
+            assert "rank 1 did not" in text and seconds < 10.0, text
+            assert "is refused" in refused
+        assert apart == "", "a step without blocks needs nobody"
+
+
+@pytest.mark.parametrize(("how", "said"), [("kill", "died"), ("close", "closed its runtime")])
+@pytest.mark.parametrize("run", ["eager", "graph"])
+def test_a_rank_that_is_gone(run: str, how: str, said: str) -> None:
+    outcomes = try_on_ranks(lose_a_rank, 3, run, how, mode="processes")
+    for outcome in outcomes[:2]:
+        assert not outcome.error, outcome.error
+        text, seconds, refused, apart = outcome.value
+        assert "rank 2 (pid " in text and f"{said} while rank" in text and seconds < 10.0, text
+        assert "is refused" in refused and apart == ""
+
+
+@pytest.mark.parametrize("run", ["eager", "graph"])
+def test_ranks_that_take_unlike_steps(run: str, transport: str) -> None:
+    told = run_on_ranks(unlike_shapes, 3, run, transport)
+    assert len({text for text, _ in told}) == 1
+    assert "ranks issue different gathers" in told[0][0] and all(seconds < 10.0 for _, seconds in told)
+    if transport == "pull":
+        assert "the tokens of 3 tensor-parallel blocks, in a step of shape 2x1" in told[0][0]
+
+
+@pytest.mark.parametrize("part", ["prepare", "compute", "finish"])
+def test_what_one_rank_cannot_compute_nobody_believes(part: str, transport: str) -> None:
+    told = run_on_ranks(fail_in_compute, 3, part, transport)
+    for rank, (text, _, refused, apart) in enumerate(told):
+        if rank == 1:
+            assert text == f"ArithmeticError: no {part} today"
+        elif part != "finish":  # behind the last block's sum nobody reads what this rank lacks
+            assert "rank 1 could not compute its part of a step of shape 1x1: ArithmeticError: no" in text, text
+            assert "is refused" in refused
+        assert apart == ""
+
+
+def test_what_is_refused(transport: str) -> None:
+    for loop, handle in run_on_ranks(refusals, 2, transport):
+        assert "steps of shape 1x1 have tensor-parallel blocks: run or replay them" in loop
+        assert "need all ranks, and nobody watches what a server replays from C" in handle
+
+
+@pytest.mark.parametrize("run", ["graph", "eager"])
+def test_idle_ranks_take_part(run: str, transport: str) -> None:
+    """A size is agreed before each step, as step shapes must be alike; who has nothing computes on zeros."""
+    for right, sizes in run_on_ranks(speculate_idly, 2, transport, run):
+        assert right and sizes == [[1, False], [2, False], [2, False], [1, False], [2, False], [0, True]]

@@ -82,7 +82,7 @@ class Speculation:
 
     @property
     def is_collective(self) -> bool:
-        """Whether steps need all ranks (transport nccl): then all make the same calls, and as many."""
+        """Whether steps need all ranks (transport nccl, tensor-parallel blocks): then all make the same calls."""
         return any(runtime.is_collective for runtime in self._runtimes)
 
     @property
@@ -96,7 +96,12 @@ class Speculation:
 
     @property
     def needs_agreement(self) -> bool:
-        """Whether ranks must choose step shapes by one size, `agree`'s, since shapes gather unlike (transport nccl)."""
+        """Whether ranks must choose step shapes by one size, `agree`'s.
+
+        Under transport nccl where shapes gather unlike; anywhere if some have tensor-parallel blocks.
+        """
+        if any(runtime.is_joint for runtime in self._runtimes):
+            return len(self._steps) > 1
         digests = {tuple(one.digest for one in step.sequences.values()) for step in self._steps.values()}
         return self.is_collective and len(digests) > 1
 

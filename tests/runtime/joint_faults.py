@@ -1,0 +1,121 @@
+"""What ranks of the tests of faults in tensor-parallel steps do: what they raise, and what works afterwards."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+from block_model import BlockModel
+from joint_programs import compiled, step_wrong
+
+from graphshard.comm.group import Group
+from graphshard.core.errors import GraphshardError
+from graphshard.core.specs import StepShape
+from graphshard.runtime.runtime import Runtime
+
+JOINT, APART = StepShape(1, 1), StepShape(4, 3)
+"""With blocks that are tensor-parallel, and with gathered ones."""
+LIMIT_S = 1.0
+PATIENT_S = 40.0
+
+
+def outcome(call: Callable[[], object]) -> list[Any]:
+    """The text of what `call` raises ("" if nothing), and the seconds until then."""
+    begin = time.monotonic()
+    try:
+        call()
+    except (GraphshardError, ArithmeticError) as error:
+        return [f"{type(error).__name__}: {error}", time.monotonic() - begin]
+    return ["", time.monotonic() - begin]
+
+
+def _goes_on(runtime: Runtime, model: BlockModel, run: str, transport: str) -> list[str]:
+    """What is wrong with a step without blocks, which needs nobody under pull; and a joint one is refused."""
+    refused = outcome(lambda: step_wrong(runtime, model, JOINT, 90, run))[0]
+    apart = step_wrong(runtime, model, APART, 91, run) if transport == "pull" else ""
+    return [refused, apart]
+
+
+def skip_a_step(group: Group, skipping: int, run: str, transport: str) -> list[Any]:
+    """Rank `skipping` does not come to the second step with blocks, and takes ones without."""
+    model = BlockModel()
+    with compiled(group, model, transport, timeout_s=LIMIT_S) as runtime:
+        assert not step_wrong(runtime, model, JOINT, 1, run)
+        group.barrier()
+        if group.rank == skipping:
+            told = ["", 0.0]
+            if transport == "pull":
+                assert not step_wrong(runtime, model, APART, 2, run)
+            group.barrier()
+        else:
+            told = outcome(lambda: step_wrong(runtime, model, JOINT, 2, run))
+            group.barrier()
+        after = _goes_on(runtime, model, run, transport)
+        group.barrier()
+    return [*told, *after]
+
+
+def lose_a_rank(group: Group, run: str, how: str) -> list[Any]:
+    """The last rank is killed, or closes, between two steps with blocks."""
+    model = BlockModel()
+    with compiled(group, model, "pull", timeout_s=PATIENT_S) as runtime:
+        assert not step_wrong(runtime, model, JOINT, 1, run)
+        group.barrier()
+        if group.rank == group.world_size - 1:
+            if how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            runtime.close()
+            return ["", 0.0]
+        told = outcome(lambda: step_wrong(runtime, model, JOINT, 2, run))
+        return [*told, *_goes_on(runtime, model, run, "pull")]
+
+
+def unlike_shapes(group: Group, run: str, transport: str) -> list[Any]:
+    """Rank 1 takes a step of another shape."""
+    model = BlockModel()
+    with compiled(group, model, transport, timeout_s=PATIENT_S) as runtime:
+        shape = StepShape(2, 1) if group.rank == 1 else JOINT
+        told = outcome(lambda: step_wrong(runtime, model, shape, 1, run))
+        group.barrier()
+    return told
+
+
+def fail_in_compute(group: Group, part: str, transport: str) -> list[Any]:
+    """A segment of rank 1 raises in the second eager step."""
+    is_due: list[bool] = []
+
+    def fail(where: str) -> None:
+        if is_due and where == part:
+            raise ArithmeticError(f"no {where} today")
+
+    model = BlockModel(fail=fail)
+    with compiled(group, model, transport, timeout_s=PATIENT_S) as runtime:
+        assert not step_wrong(runtime, model, JOINT, 1, "eager")
+        group.barrier()
+        if group.rank == 1:
+            is_due.append(True)
+        told = outcome(lambda: step_wrong(runtime, model, JOINT, 2, "eager"))
+        group.barrier()
+        is_due.clear()
+        told += _goes_on(runtime, model, "eager", transport)
+        group.barrier()
+    return told
+
+
+def refusals(group: Group, transport: str) -> list[str]:
+    """What cannot be done with such steps, and says so."""
+    model = BlockModel()
+    with compiled(group, model, transport) as runtime:
+        said = [
+            outcome(lambda: runtime.begin_step(1))[0],
+            outcome(lambda: runtime.graph(1).handle)[0],
+        ]
+        with runtime.turn.lock:
+            assert runtime.is_joint and runtime.is_collective
+        runtime.graph(1).promise_alike()
+        assert runtime.graph(1).handle
+        group.barrier()
+    return said
