@@ -18,6 +18,7 @@ from torch import Tensor
 from graphshard.bench.ranges import check_positions, check_tokens
 from graphshard.core.errors import SpecError
 from graphshard.core.specs import StepShape
+from graphshard.runtime.eager_step import EagerStep
 from graphshard.runtime.runtime import Runtime
 
 OnToken = Callable[[int, int], None]
@@ -39,19 +40,6 @@ class Step(Protocol):
         """Run the step on what the inputs hold."""
 
 
-class EagerStep:
-    """A step that is issued op by op each time, with the surface of a `StepGraph`."""
-
-    def __init__(self, runtime: Runtime, shape: StepShape) -> None:
-        self.inputs = runtime.buffers(shape, "input")
-        self.outputs = runtime.buffers(shape, "output")
-        self._runtime, self._shape = runtime, shape
-
-    def replay(self) -> None:
-        """Run the step on what the inputs hold; blocks as `StepGraph.replay` does."""
-        self._runtime.run(self._shape.batch_size, self._shape.tokens_per_sequence)
-
-
 @dataclass(frozen=True)
 class Decoded:
     """What one run gave. Equal `hashes` mean logits equal bit for bit at every step."""
@@ -69,6 +57,11 @@ class Decoded:
 def num_steps(prompts: Sequence[Sequence[int]], num_tokens: int) -> int:
     """Steps that `decode` runs, which is also the cache length it needs."""
     return max(len(prompt) for prompt in prompts) + num_tokens - 1
+
+
+def step_of(runtime: Runtime, shape: StepShape, run: str) -> Step:
+    """The step of `shape`, captured or eager."""
+    return EagerStep(runtime, shape) if run == "eager" else runtime.graph(shape.batch_size, shape.tokens_per_sequence)
 
 
 def clear_state(runtime: Runtime, shape: StepShape) -> None:

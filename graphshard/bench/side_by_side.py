@@ -11,13 +11,13 @@ from typing import Any, Protocol
 
 from graphshard.bench.decode import (
     Decoded,
-    EagerStep,
     OnToken,
     cache_length,
     clear_state,
     decode,
     first_difference,
     num_steps,
+    step_of,
 )
 from graphshard.bench.memory import Pss, read_pss, settle
 from graphshard.bench.stats import summarize
@@ -61,8 +61,7 @@ class Workload:
 def run_workload(runtime: Runtime, workload: Workload, run: str, on_token: OnToken | None = None) -> Decoded:
     """Decode from clean caches; `run` is eager or graph. Where steps need all ranks, all make as many."""
     clear_state(runtime, workload.shape)
-    batch_size = workload.shape.batch_size
-    step = runtime.graph(batch_size) if run == "graph" else EagerStep(runtime, workload.shape)
+    step = step_of(runtime, workload.shape, run)
     length = cache_length(runtime, workload.shape)
     decoded = decode(step, workload.prompts, workload.num_tokens, on_token, num_positions=length)
     for _ in range(workload.num_steps - len(decoded.step_s) if runtime.is_collective else 0):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphshard.bench.decode import Decoded, EagerStep, Step, clear_state, decode, num_steps
+from graphshard.bench.decode import Decoded, OnToken, Step, clear_state, decode, num_steps, step_of
+from graphshard.cli.generate_sizes import dealt
 from graphshard.cli.generate_wire import Lines, connect
 from graphshard.cli.loading import compile_shown
 from graphshard.comm.group import Group
@@ -51,9 +52,8 @@ class GenerateRequest:
         return StepShape(self.batch_size)
 
     def batches(self, rank: int, world_size: int) -> list[list[int]]:
-        """The prompts of a rank, by number, dealt in turn and cut into batches; the last may be short."""
-        mine = list(range(rank, len(self.prompts), world_size))
-        return [mine[i : i + self.batch_size] for i in range(0, len(mine), self.batch_size)]
+        """The prompts of a rank, by number."""
+        return dealt(len(self.prompts), rank, world_size, self.batch_size)
 
     def num_steps(self, rank: int, world_size: int) -> int:
         """The steps that a rank's batches take."""
@@ -74,7 +74,8 @@ def generate(group: Group, values: dict[str, Any]) -> None:
         lines.send({"what": "ready", "is_newcomer": isinstance(group, Newcomer)})
         batches = decode_batches(runtime, group, request, lines)
         lines.send({"what": "done", "batches": batches})
-        _keep_company(runtime, group, request)
+        counts = [request.num_steps(rank, group.world_size) for rank in range(group.world_size)]
+        keep_company(runtime, step_of(runtime, request.shape, request.run), counts)
         if wait_for_order(lines) == "end":
             return
         assert measure is not None
@@ -118,10 +119,10 @@ def decode_batches(
     found = []
     for numbers in request.batches(group.rank, group.world_size):
         filled = numbers + numbers[:1] * (request.batch_size - len(numbers))
-        on_token = _sender(lines) if lines is not None and numbers[0] == 0 else None
+        on_token = sender(lines if numbers[0] == 0 else None)
         clear_state(runtime, request.shape)
         is_fragile = request.fault is not None and request.fault[1] == group.rank and not isinstance(group, Newcomer)
-        step = _step(runtime, request)
+        step = step_of(runtime, request.shape, request.run)
         if is_fragile and lines is not None:
             assert request.fault is not None
             step = _Struck(step, request.fault[0], int(request.fault[2]))
@@ -131,20 +132,11 @@ def decode_batches(
     return found
 
 
-def _keep_company(runtime: Runtime, group: Group, request: GenerateRequest) -> None:
-    """Steps for no prompt, under a transport whose gathers need all ranks: as many as the rank with the most has."""
-    if not runtime.is_collective:
-        return
-    counts = [request.num_steps(rank, group.world_size) for rank in range(group.world_size)]
-    step = _step(runtime, request)
-    for _ in range(max(counts) - counts[group.rank]):
-        step.replay()
-
-
-def _step(runtime: Runtime, request: GenerateRequest) -> Step:
-    if request.run == "eager":
-        return EagerStep(runtime, request.shape)
-    return runtime.graph(request.batch_size)
+def keep_company(runtime: Runtime, step: Step, counts: Sequence[int]) -> None:
+    """Steps for no prompt, where gathers need all ranks: as many as the rank with the most (`counts` by rank) has."""
+    if runtime.is_collective:
+        for _ in range(max(counts) - counts[runtime.rank]):
+            step.replay()
 
 
 def _told(request: GenerateRequest, numbers: list[int], decoded: Decoded) -> dict[str, Any]:
@@ -157,9 +149,11 @@ def _told(request: GenerateRequest, numbers: list[int], decoded: Decoded) -> dic
     }
 
 
-def _sender(lines: Lines) -> Callable[[int, int], None]:
-    def on_token(sequence: int, token: int) -> None:
-        if sequence == 0:
+def sender(lines: Lines | None) -> OnToken:
+    """Sends what it is told of number 0, as it comes; without `lines` nothing."""
+
+    def on_token(number: int, token: int) -> None:
+        if lines is not None and number == 0:
             lines.send({"what": "token", "token": token})
 
     return on_token

@@ -8,6 +8,7 @@ from typing import Any
 from graphshard.cli.prompts import PROMPTS, Codec
 from graphshard.core.errors import SpecError
 from graphshard.models.open import load_config
+from graphshard.models.speculative.acceptance import needed_positions
 
 CACHE_STEP = 16
 """Cache lengths are multiples of this."""
@@ -50,14 +51,19 @@ def sizes_of(
     for index, prompt in enumerate(prompts):
         if not prompt:
             raise SpecError(f"prompt {index} ({texts[index]!r}) has no token: write something")
-    longest = max(len(prompt) for prompt in prompts)
-    needed = longest + num_tokens - 1 + block
+    needed = needed_positions(prompts, num_tokens, block)
     if needed > config.max_positions:
         blocks = f", by blocks of {block}," if block else ""
         raise SpecError(
-            f"a prompt of {longest} tokens and {num_tokens} more{blocks} need {needed} positions, the model has "
-            f"{config.max_positions}: use fewer --tokens"
+            f"a prompt of {max(map(len, prompts))} tokens and {num_tokens} more{blocks} need {needed} positions, the "
+            f"model has {config.max_positions}: use fewer --tokens"
         )
     length = min(config.max_positions, -(-needed // CACHE_STEP) * CACHE_STEP)
     most = -(-len(prompts) // world_size)
     return {"prompts": prompts, "cache_length": length, "batch_size": min(batch_size, most)}
+
+
+def dealt(num_prompts: int, rank: int, world_size: int, batch_size: int) -> list[list[int]]:
+    """The prompts of a rank, by number: dealt in turn and cut into batches, of which the last may be short."""
+    mine = list(range(rank, num_prompts, world_size))
+    return [mine[i : i + batch_size] for i in range(0, len(mine), batch_size)]

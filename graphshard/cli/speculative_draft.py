@@ -15,13 +15,14 @@ from graphshard.models.dflash.config import DFlashConfig, is_dflash, load_dflash
 from graphshard.models.kimi_k3.config import KimiK3ModelConfig
 from graphshard.models.open import load_config
 from graphshard.models.specs.config_file import read_config_file
+from graphshard.models.speculative.acceptance import DEFAULT_BLOCK
 
 RANDOM = "random"
-MODEL_BLOCK = 4
-"""Places of a step whose draft is a language model, if nobody says."""
 RANDOM_LAYERS = 5
 RANDOM_BLOCK = 8
 MAX_TAPS = 4
+REPLAYS = f"the default: {DEFAULT_BLOCK - 1} runs of the draft before each of the target"
+"""Why a step has so many places whose draft is a language model."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def chosen_draft(folder: Path, asked: DraftAsked) -> Iterator[DraftChoice]:
         with tempfile.TemporaryDirectory(prefix="graphshard-draft-") as place:
             made = random_draft_config(config, asked.block)
             _save_random(Path(place), made)
-            reasons = (f"block {made.block}: {_by_option(asked.block, 'the default of a draft that fills a block')}",)
+            reasons = (_block_reason(asked.block, made.block, "the default of a draft that fills a block"),)
             what = f"a DFlash of {made.num_layers} layers with random weights: it shows the steps, and guesses nothing"
             yield DraftChoice(what, place, None, made.block, reasons)
     elif asked.draft is not None:
@@ -105,12 +106,12 @@ def _of_folder(folder: Path, block: int | None) -> DraftChoice:
     file = read_config_file(folder)
     if is_dflash(file):
         made = load_dflash_config(folder)
-        size, why = block or made.block, "what the draft was made for"
+        size, reason = block or made.block, _block_reason(block, made.block, "what the draft was made for")
         what = f"the DFlash in {folder}, {made.num_layers} layers"
     else:
-        size, why = block or MODEL_BLOCK, f"the default: {MODEL_BLOCK - 1} runs of the draft before each of the target"
+        size, reason = block or DEFAULT_BLOCK, _block_reason(block, DEFAULT_BLOCK, REPLAYS)
         what = f"the model in {folder}"
-    return DraftChoice(what, str(folder), None, size, (f"block {size}: {_by_option(block, why)}",))
+    return DraftChoice(what, str(folder), None, size, (reason,))
 
 
 def _of_target(folder: Path, config: LlamaConfig | KimiK3ModelConfig, asked: DraftAsked) -> DraftChoice:
@@ -129,13 +130,9 @@ def _of_target(folder: Path, config: LlamaConfig | KimiK3ModelConfig, asked: Dra
             f"a draft of {layers} layers of a model of {config.num_layers}: that would be the model itself, or more; "
             f"use --draft-layers 1 to {config.num_layers - 1}"
         )
-    block = asked.block or MODEL_BLOCK
-    reasons = (
-        f"draft layers {layers}: {why}",
-        f"block {block}: "
-        + _by_option(asked.block, f"the default: {block - 1} runs of the draft before each of the target"),
-    )
-    return DraftChoice(f"the model's own first {layers} of {config.num_layers} layers", None, layers, block, reasons)
+    reasons = (f"draft layers {layers}: {why}", _block_reason(asked.block, DEFAULT_BLOCK, REPLAYS))
+    what = f"the model's own first {layers} of {config.num_layers} layers"
+    return DraftChoice(what, None, layers, asked.block or DEFAULT_BLOCK, reasons)
 
 
 def default_layers(num_layers: int) -> tuple[int, str]:
@@ -147,8 +144,8 @@ def default_layers(num_layers: int) -> tuple[int, str]:
     return max(1, num_layers * 7 // 8), why
 
 
-def _by_option(given: int | None, why: str) -> str:
-    return why if given is None else "asked for"
+def _block_reason(asked: int | None, default: int, why: str) -> str:
+    return f"block {default}: {why}" if asked is None else f"block {asked}: asked for"
 
 
 def _save_random(folder: Path, config: DFlashConfig) -> None:

@@ -6,7 +6,7 @@ waits for another rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,17 +14,19 @@ from typing import Any, Literal
 
 import torch
 
-from graphshard.bench.decode import EagerStep, Step
-from graphshard.cli.generate_rank import TIMEOUT_S, wait_for_order
+from graphshard.bench.decode import step_of
+from graphshard.cli.generate_rank import TIMEOUT_S, keep_company, sender, wait_for_order
+from graphshard.cli.generate_sizes import dealt
 from graphshard.cli.generate_wire import Lines, connect
 from graphshard.cli.loading import compile_shown
-from graphshard.cli.speculative_decode import Blocks, OnToken, follow
+from graphshard.cli.speculative_decode import Blocks
 from graphshard.comm.group import Group
 from graphshard.core.specs import StepShape
 from graphshard.models.open import OpenedModel, open_model
-from graphshard.models.speculative.compare import Difference
+from graphshard.models.speculative.compare import differences
 from graphshard.models.speculative.decoder import SpeculativeDecoder
 from graphshard.models.speculative.open import OpenedPair, open_pair
+from graphshard.models.speculative.plain import follow
 from graphshard.models.speculative.proposers import Proposer
 from graphshard.runtime.runtime import Runtime
 from graphshard.runtime.speculative import Speculation, speculate
@@ -52,10 +54,9 @@ class SpeculativeRequest:
     fault: None = None
 
     def batches(self, rank: int, world_size: int) -> list[dict[int, list[int]]]:
-        """The prompts of a rank, by number, dealt in turn and cut into batches; the last may be short."""
-        mine = list(range(rank, len(self.prompts), world_size))
-        cut = [mine[i : i + self.batch_size] for i in range(0, len(mine), self.batch_size)]
-        return [{number: self.prompts[number] for number in numbers} for numbers in cut]
+        """The prompts of a rank, by number."""
+        batches = dealt(len(self.prompts), rank, world_size, self.batch_size)
+        return [{number: self.prompts[number] for number in numbers} for numbers in batches]
 
     def num_plain_steps(self, rank: int, world_size: int) -> int:
         """Steps of one token that all of a rank's prompts take."""
@@ -107,10 +108,10 @@ def decoded(
     draft = made.speculation.draft
     assert draft is not None
     num_before = draft.num_primes  # each unit was gathered to be checked
-    found = _blocks(made, request, made.proposer).run(mine, _sender(lines))
+    found = _blocks(made, request, made.proposer).run(mine, sender(lines))
     num_prefetches = draft.num_primes - num_before
     made.speculation.discard()
-    reference = _blocks(made, request, None).run(mine, _sender(None))
+    reference = _blocks(made, request, None).run(mine, sender(None))
     plain = _plain_choices(made.plain, group, request, found.tokens)
     for batch, again in zip(found.batches, reference.batches, strict=True):
         batch["tokens_reference"], batch["num_steps_reference"] = again["tokens"], again["num_steps"]
@@ -128,12 +129,6 @@ def decoded(
         "plan": _plan_facts(made.speculation.target, draft),
     }
     return found.batches, facts
-
-
-def differences(number: int, tokens: Sequence[int], plain: Sequence[int], gaps: Sequence[float]) -> list[Difference]:
-    """Where prompt `number`'s `tokens` are not what plain decoding chose behind the same text."""
-    rows = enumerate(zip(tokens, plain, gaps, strict=True))
-    return [Difference(number, index, a, b, gap) for index, (a, b, gap) in rows if a != b]
 
 
 @contextmanager
@@ -190,12 +185,9 @@ def _plain_choices(
     runtime: Runtime, group: Group, request: SpeculativeRequest, tokens: Mapping[int, list[int]]
 ) -> dict[int, tuple[list[int], list[float]]]:
     """What plain decoding chooses along this rank's texts, by prompt; then steps for others, where they need any."""
-    step: Step = EagerStep(runtime, PLAIN) if request.run == "eager" else runtime.graph(1)
+    step = step_of(runtime, PLAIN, request.run)
     found = {number: follow(step, request.prompts[number], made) for number, made in tokens.items()}
-    if runtime.is_collective:
-        counts = [request.num_plain_steps(rank, group.world_size) for rank in range(group.world_size)]
-        for _ in range(max(counts) - counts[group.rank]):
-            step.replay()
+    keep_company(runtime, step, [request.num_plain_steps(rank, group.world_size) for rank in range(group.world_size)])
     return found
 
 
@@ -218,11 +210,3 @@ def _plan_facts(target: Runtime, draft: Runtime) -> dict[str, Any]:
         }
         for name, runtime in (("target", target), ("draft", draft))
     }
-
-
-def _sender(lines: Lines | None) -> OnToken:
-    def on_token(number: int, token: int) -> None:
-        if lines is not None and number == 0:
-            lines.send({"what": "token", "token": token})
-
-    return on_token

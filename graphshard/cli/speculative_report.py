@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from graphshard.bench.stats import summarize
@@ -10,7 +11,8 @@ from graphshard.cli.common import Output
 from graphshard.cli.generate_job import RankStory
 from graphshard.cli.generate_report import lost_of
 from graphshard.cli.speculative_draft import DraftChoice
-from graphshard.models.speculative.compare import NEAR_TIE
+from graphshard.models.speculative.acceptance import acceptance_length
+from graphshard.models.speculative.compare import NEAR_TIE, Difference
 
 BY_PROMPT = ("tokens_reference", "tokens_plain", "gained")
 MAX_SHOWN = 8
@@ -23,7 +25,7 @@ def rows_of(stories: Sequence[RankStory], rows: Sequence[dict[str, Any]]) -> lis
     for batch in _batches(stories):
         for place, number in enumerate(batch["prompts"]):
             one = {key: batch[key][place] for key in BY_PROMPT}
-            found[number] = {**one, "acceptance_length": _mean(one["gained"])}
+            found[number] = {**one, "acceptance_length": acceptance_length(one["gained"])}
     nothing = dict.fromkeys((*BY_PROMPT, "acceptance_length"))
     return [{**row, **found.get(row["prompt_index"], nothing)} for row in rows]
 
@@ -33,20 +35,20 @@ def answer_of(stories: Sequence[RankStory], rows: Sequence[dict[str, Any]], orde
     done = [story.done for story in stories if story.batches is not None]
     batches = _batches(stories)
     made = [row for row in rows if row["tokens"] is not None]
-    differing = [one for batch in batches for one in batch["differences"]]
+    differing = [Difference(**one) for batch in batches for one in batch["differences"]]
     exchange_s = [seconds for one in done for seconds in one["exchange_s"]]
     step_s = [seconds for batch in batches for seconds in batch["step_s"]]
     return {
         "tokens": [row["tokens"] for row in rows],
         "tokens_reference": [row["tokens_reference"] for row in rows],
-        "acceptance_length": _mean([count for row in made for count in row["gained"]]),
+        "acceptance_length": acceptance_length([count for row in made for count in row["gained"]]),
         "differences_from_reference": [row["prompt_index"] for row in made if row["tokens"] != row["tokens_reference"]],
         "differences_from_plain": {
             "count": len(differing),
             "num_compared": sum(len(row["tokens"]) for row in made),
-            "all_near_ties": all(one["gap"] < NEAR_TIE for one in differing),
+            "all_near_ties": all(one.is_near_tie for one in differing),
             "near_tie": NEAR_TIE,
-            "positions": [{"prompt_index": one.pop("sequence"), **one} for one in map(dict, differing)],
+            "positions": [_position(one) for one in differing],
         },
         "num_steps": {
             "speculative": _most_steps(done, "num_steps"),
@@ -122,6 +124,11 @@ def _show_differences(out: Output, answer: dict[str, Any]) -> None:
         )
 
 
+def _position(one: Difference) -> dict[str, Any]:
+    told = asdict(one)
+    return {"prompt_index": told.pop("sequence"), **told}
+
+
 def _batches(stories: Sequence[RankStory]) -> list[dict[str, Any]]:
     return [batch for story in stories for batch in story.batches or ()]
 
@@ -129,10 +136,6 @@ def _batches(stories: Sequence[RankStory]) -> list[dict[str, Any]]:
 def _most_steps(done: Iterable[dict[str, Any]], key: str) -> int:
     """Of the rank with the most; where ranks step together, all have taken part in as many."""
     return max((sum(batch[key] for batch in one["batches"]) for one in done), default=0)
-
-
-def _mean(counts: Sequence[int]) -> float:
-    return sum(counts) / len(counts) if counts else 0.0
 
 
 def _times(count: int) -> str:

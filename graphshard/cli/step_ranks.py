@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphshard.bench.decode import EagerStep, Step, clear_state
+from graphshard.bench.decode import Step, clear_state
 from graphshard.bench.gloo import gloo
 from graphshard.bench.step import Contender, Workload, measure_steps, num_steps_of
 from graphshard.cli.loading import compile_shown
@@ -21,6 +21,7 @@ from graphshard.load.checkpoint import Checkpoint
 from graphshard.load.store import tensor_bytes
 from graphshard.models.llama import Llama, load_llama
 from graphshard.models.module import SegmentedModule, new_buffers
+from graphshard.runtime.eager_step import EagerStep
 from graphshard.runtime.memory import torch_dtype
 from graphshard.runtime.runtime import Runtime
 

@@ -15,14 +15,15 @@ from small_llama import CONFIG, write_small_llama
 from test_generate_kimi_k3 import CONFIG as K3
 
 from graphshard.bench.decode import decode
-from graphshard.cli.speculative_decode import follow
 from graphshard.cli.speculative_draft import default_layers, random_draft_config
-from graphshard.cli.speculative_rank import SpeculativeRequest, built, decoded, differences
+from graphshard.cli.speculative_rank import SpeculativeRequest, built, decoded
 from graphshard.cli.speculative_report import answer_of, is_right, rows_of
 from graphshard.comm.group import Group, LocalGroup
 from graphshard.models.dflash.folder import random_dflash, save_dflash
 from graphshard.models.kimi_k3.folder import random_pieces, save_kimi_k3
 from graphshard.models.open import open_model
+from graphshard.models.speculative.compare import differences
+from graphshard.models.speculative.plain import follow
 
 NUM_TOKENS = 6
 PROMPTS = [[5, 3, 8, 2, 9, 1, 4, 4, 6, 7], [11], [20, 21, 22]]

@@ -18,6 +18,9 @@ from typing import NamedTuple
 
 from graphshard.core.errors import SpecError
 
+DEFAULT_BLOCK = 4
+"""Places of a step where the draft is a language model; a DFlash draft's config has its own."""
+
 
 @dataclass
 class Row:

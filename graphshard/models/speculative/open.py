@@ -14,12 +14,11 @@ from graphshard.models.kimi_k3.config import KimiK3ModelConfig
 from graphshard.models.llama import Llama
 from graphshard.models.open import OpenedModel, load_config, open_model
 from graphshard.models.specs.config_file import read_config_file
+from graphshard.models.speculative.acceptance import DEFAULT_BLOCK
 from graphshard.models.speculative.proposers import BlockProposer, TokenProposer, check_block
 from graphshard.models.speculative.truncated import TruncatedLlama
 
 TargetConfig = LlamaConfig | KimiK3ModelConfig
-DEFAULT_BLOCK = 4
-"""Places of a step where the draft is a language model; a DFlash draft's config has its own."""
 
 
 @dataclass(frozen=True)
