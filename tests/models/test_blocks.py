@@ -14,6 +14,7 @@ from executor import Executor
 from sliced_group import Exchange, SlicedGroup, SplicedActivations, SplicedOutputs
 from torch import Tensor
 
+from graphshard.core.specs import StepShape
 from graphshard.models.kimi_k3.folder import random_kimi_k3
 from graphshard.models.llama import random_llama
 from graphshard.runtime.model import Block, SegmentedModel, StepState, blocks_of
@@ -149,3 +150,34 @@ def test_a_block_is_the_segments_that_read_its_weights(make: Make) -> None:
         assert all(segment.layer == block.layer for segment in spec.segments[block.begin : block.end])
         features = {spec.weight(name).shape[0] for name in block.weights}
         assert len(features) == 1, "a rank's slice is as many rows of each"
+
+
+@pytest.mark.parametrize("make", [_llama, _kimi], ids=["llama", "kimi_k3"])
+def test_taps_are_taken_after_the_sum(make: Make) -> None:
+    """Of every layer: behind a block they are as close as the residual stream is."""
+    untapped, weights = make("float32")
+    kind: Any = type(untapped)
+    model = kind(untapped.config, 4, 24, taps=(2, 0, 1), dual=True)
+    group, alone = SlicedGroup(model, weights, 2, Exchange()), [Executor(model, weights) for _ in range(2)]
+    tokens, positions = _tokens(2, 2, 3), torch.arange(3).expand(2, 3)
+    group.step(tokens, [positions] * 2)
+    for rank, executor in enumerate(alone):
+        executor.step(tokens[rank], positions)
+        sliced, whole = (one.state(StepShape(2, 3)).buffer("taps") for one in (group.ranks[rank], executor))
+        assert bool(whole.any(dim=-1).all())
+        width = untapped.spec().blocks[0].width_out
+        for begin in range(0, 3 * width, width):
+            assert_close(sliced[..., begin : begin + width], whole[..., begin : begin + width])
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_ring_folds_what_sliced_steps_left(world_size: int) -> None:
+    made = _kimi("float32", ring=3)
+    group, alone = SlicedGroup(*made, world_size, Exchange()), [Executor(*made) for _ in range(world_size)]
+    for at in (0, 2):  # of three tokens two count
+        tokens, positions = _tokens(world_size, 2, 3, at), torch.arange(at, at + 3).expand(2, 3)
+        found = group.step(tokens, [positions] * world_size)
+        for rank, executor in enumerate(alone):
+            assert_close(found[rank], executor.step(tokens[rank], positions))
+            for one in (group.ranks[rank], executor):
+                one.fold(StepShape(2, 3), torch.tensor([2, 2]))
