@@ -13,7 +13,7 @@ from mutate import Mutant
 
 from graphshard.core.layout import build_layout
 from graphshard.core.lowering import ActCopies, ActSum, Compute, FlagWait, FlagWrite, LoweredOp, lower
-from graphshard.core.ops import BLOCK_PARTS, ActGather, Gemm, ReduceScatter
+from graphshard.core.ops import BLOCK_PARTS, ActGather, AgLaunch, Gemm, ReduceScatter
 from graphshard.core.plan import Mode
 from graphshard.core.program import Program
 from graphshard.core.sequence import StepSequence
@@ -223,3 +223,16 @@ def test_a_speculative_step_of_graphs_in_slices(modes: tuple[Mode, ...], is_draf
     late = replace(target, ops=target.ops[1:] + target.ops[:1])
     broken = verify_sequences(emit_sequences(late, draft, fold=None))
     assert not broken.is_good and "inside graph target" in broken.text()
+
+
+def test_a_gather_that_no_step_in_slices_reads_is_named() -> None:
+    model = block_model(2)
+    plan = block_plan(model, {DECODE: (SLICED, SLICED), PREFILL: ("gather", "gather")})
+    sliced, gathered = emit_all(model, plan).values()
+    unit = next(unit.index for unit in plan.units if unit.is_sliced)
+    launch = next(op for op in gathered.ops if isinstance(op, AgLaunch) and op.unit == unit)
+    assert not any(isinstance(op, AgLaunch) and op.unit == unit for op in sliced.ops)
+    for place in (0, len(sliced.ops)):
+        ops = (*sliced.ops[:place], launch, *sliced.ops[place:])
+        report = verify(replace(sliced, ops=ops, exit=(None,) * sliced.num_slots))
+        assert any(one.rule == 12 and one.unit == unit for one in report.violations), report.text()
