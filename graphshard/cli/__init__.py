@@ -14,6 +14,7 @@ COMMANDS = {
     "trace": "Show one step of every rank in time, for ui.perfetto.dev and as a picture.",
     "plan": "Say what sharding a model frees and costs on a machine, from its config alone.",
     "calibrate": "Measure this machine into a file that `plan` and `bench step --predict` read.",
+    "tune": "Measure blocks gathered and in slices into a file that plans go by.",
     "show": "Print a model, plan, layout, program, bound program or graph.",
     "verify": "Prove op lists free of races, or name every violation.",
     "reshard": "Turn shard files into ones for another number of ranks, or into a checkpoint.",

@@ -25,7 +25,8 @@ FORMAT = "graphshard-tune-1"
 def tune_content(tuned: Tuned) -> dict[str, Any]:
     """`tuned` as plain data, in the order of its fields."""
     content = {one.name: getattr(tuned, one.name) for one in fields(tuned)}
-    return {"format": FORMAT, **content, "rows": [asdict(row) for row in tuned.rows]}
+    content |= {"kinds": list(tuned.kinds), "tokens": list(tuned.tokens), "rows": [asdict(row) for row in tuned.rows]}
+    return {"format": FORMAT, **content}
 
 
 def tune_text(tuned: Tuned) -> str:

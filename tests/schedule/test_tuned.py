@@ -14,7 +14,7 @@ from tuned_cases import HOST, NARROW, blocks_model, rows_of, tuned_of
 from graphshard.core.errors import SpecError
 from graphshard.core.specs import DeviceSpec, StepShape
 from graphshard.schedule.auto import make_plan
-from graphshard.schedule.tune_file import FORMAT, as_tuned, load_tuned, parse_tuned, tune_text
+from graphshard.schedule.tune_file import FORMAT, as_tuned, load_tuned, parse_tuned, tune_content, tune_text
 from graphshard.schedule.tuned import kind_of, kinds_of, time_at
 
 MODEL = blocks_model()
@@ -121,6 +121,7 @@ def test_a_file_is_a_round_trip(tmp_path: Path) -> None:
     path.write_text(tune_text(TUNED))
     assert load_tuned(path) == TUNED and as_tuned(str(path)) == TUNED and as_tuned(TUNED) is TUNED
     assert json.loads(path.read_text())["format"] == FORMAT
+    assert parse_tuned(tune_content(TUNED)) == TUNED
 
 
 def damaged(change: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
