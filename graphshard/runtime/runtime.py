@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 
 from torch import Tensor
@@ -135,15 +135,23 @@ class Runtime(Folding, Saving):
                 self.close_graphs()
             asked = sorted(map(self._known, shapes or self.programs), reverse=True)
             due = [shape for shape in asked if shape not in self._graphs or self._graphs[shape].is_closed]
-            if any(self._bound[shape].joint is not None for shape in due):
-                self.synchronize()  # peers record over what this rank's steps read
-            self._alignment.check("a capture")
-            self._alignment.agree_on_capture(self.group, [(str(s), gathers_text(self.programs[s])) for s in due])
+            self.agree_on_capture(due)
             for shape in due:
                 bound = self._bound[shape]
                 self._capture_fold(shape)
                 self._graphs[shape] = StepGraph(self, shape, bound, self._capturer(shape, bound))
             self.note_visible()
+
+    def agree_on_capture(self, shapes: Sequence[StepShape]) -> None:
+        """Segments of `shapes` are about to be recorded, or captured: meet and compare where `capture` is collective.
+
+        Used by captures, with the lock held.
+        """
+        if any(self._bound[shape].joint is not None for shape in shapes):
+            self.synchronize()  # peers record over what this rank's steps read
+        self._alignment.check("a capture")
+        told = [(str(shape), gathers_text(self.programs[shape])) for shape in shapes]
+        self._alignment.agree_on_capture(self.group, told)
 
     def graph(self, batch_size: int, tokens_per_sequence: int = 1) -> StepGraph:
         """The smallest captured step that fits `batch_size` sequences of `tokens_per_sequence` tokens.

@@ -15,6 +15,9 @@ from graphshard.comm.checksums import checksum_of
 from graphshard.comm.group import Group
 from graphshard.core.specs import StepShape
 from graphshard.runtime.bind import Hooks
+from graphshard.runtime.evidence.inspection import traced_run
+from graphshard.runtime.evidence.sequence import compare_runs
+from graphshard.runtime.evidence.traced import TracedStep
 from graphshard.runtime.runtime import Runtime
 
 SHAPES = ((1, 1), (2, 1), (2, 3), (4, 3))
@@ -148,24 +151,43 @@ def speculate_idly(group: Group, transport: str, run: str) -> list[Any]:
     """Ranks have unlike numbers of requests, and some none: all take steps of the agreed size."""
     model = BlockModel()
     wrong, sizes = [], []
-    with compiled(group, model, transport) as runtime:
-        with graphshard.speculate(runtime, None, run=run) as speculation:
-            assert speculation.is_collective and speculation.needs_agreement
-            for number in range(6):
-                mine = (number + group.rank) % 3 if number < 5 else 0
-                agreed = speculation.agree(mine)
-                sizes.append([agreed.batch_size, agreed.is_over])
-                if agreed.is_over:
-                    break
-                if not mine:
-                    speculation.idle(agreed.batch_size, 3 if agreed.batch_size == 4 else 1)
-                    continue
-                step = speculation.graph(agreed.batch_size)
-                shape = StepShape(agreed.batch_size)
-                tokens = tokens_of(group.rank, number, shape)
-                step.target.inputs["tokens"].copy_(tokens)
-                step.verify()
-                step.commit()
-                wrong.append(torch.equal(step.target.outputs["result"], model.expected(tokens)))
-            group.barrier()
+    with compiled(group, model, transport) as runtime, graphshard.speculate(runtime, None, run=run) as speculation:
+        assert speculation.is_collective and speculation.needs_agreement
+        for number in range(6):
+            mine = (number + group.rank) % 3 if number < 5 else 0
+            agreed = speculation.agree(mine)
+            sizes.append([agreed.batch_size, agreed.is_over])
+            if agreed.is_over:
+                break
+            if not mine:
+                speculation.idle(agreed.batch_size, 3 if agreed.batch_size == 4 else 1)
+                continue
+            step = speculation.graph(agreed.batch_size)
+            shape = StepShape(agreed.batch_size)
+            tokens = tokens_of(group.rank, number, shape)
+            step.target.inputs["tokens"].copy_(tokens)
+            step.verify()
+            step.commit()
+            wrong.append(torch.equal(step.target.outputs["result"], model.expected(tokens)))
+        group.barrier()
     return [all(wrong), sizes]
+
+
+def look_at_graphs(group: Group, transport: str) -> dict[str, Any]:
+    """A graph with tensor-parallel blocks, walked: what it says of gathers, and where it differs from an eager run."""
+    model = BlockModel()
+    with compiled(group, model, transport, hooks=Hooks()) as runtime:
+        step = runtime.graph(2)
+        told = step.report()
+        seen = step.look().seen()
+        difference = compare_runs(traced_run(runtime, step.shape), seen)
+        calls = [index for index, kind, *_ in runtime._bound[step.shape].op_list.ops() if kind == "call"]
+        traced = TracedStep(runtime, step.shape, calls)
+        times = traced.replay()
+        group.barrier()
+        return {
+            "gathers": len(told.gathers),
+            "difference": difference and difference.text("eager", "graph"),
+            "kinds": [f"{op.kind} {op.num_bytes}" for op in seen.ops if op.kind in ("flags", "exchange")],
+            "times": len(times),
+        }

@@ -5,10 +5,14 @@ from __future__ import annotations
 from contextlib import nullcontext
 
 import pytest
+from block_model import WIDTH
 from census import no_growth
 from joint_faults import fail_in_compute, lose_a_rank, refusals, skip_a_step, unlike_shapes
-from joint_programs import all_steps, capture_again, in_turn, speculate_idly, update_between
-from ranks import MODES, run_on_ranks, try_on_ranks
+from joint_programs import all_steps, capture_again, in_turn, look_at_graphs, speculate_idly, update_between
+from ranks import MODES, entry_of, failure_text, rank_environment, run_on_ranks, try_on_ranks
+
+from graphshard.comm.launch import run_ranks
+from graphshard.device.as_libcuda import host_driver_environment, why_not_as_libcuda
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -107,3 +111,18 @@ def test_idle_ranks_take_part(run: str, transport: str) -> None:
     """A size is agreed before each step, as step shapes must be alike; who has nothing computes on zeros."""
     for right, sizes in run_on_ranks(speculate_idly, 2, transport, run):
         assert right and sizes == [[1, False], [2, False], [2, False], [1, False], [2, False], [0, True]]
+
+
+@pytest.mark.skipif(why_not_as_libcuda() is not None, reason=str(why_not_as_libcuda()))
+def test_what_graphs_show(transport: str) -> None:
+    """Graph and eager run agree, activations are told from weights, and gathers are those of the biases alone."""
+    tokens, partial = 2 * 2 * WIDTH * 4, 2 * 2 * WIDTH * 4
+    environment = {**rank_environment(), **host_driver_environment()}
+    entry = entry_of(look_at_graphs)
+    results = run_ranks(entry, 2, arguments=(transport,), timeout_s=60.0, group_timeout_s=30.0, env=environment)
+    assert not failure_text(results), failure_text(results)
+    for told in (result.value for result in results):
+        assert told["difference"] is None and told["gathers"] == 3 and told["times"]
+        pull = ["flags 0", f"exchange {tokens}", "flags 0", f"exchange {partial}"]
+        nccl = [f"exchange {tokens}", f"exchange {partial // 2}"]
+        assert told["kinds"] == 3 * (pull if transport == "pull" else nccl)

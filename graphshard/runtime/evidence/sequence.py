@@ -13,8 +13,13 @@ from typing import Any
 from graphshard.runtime.evidence.attribution import GATHERING, Places, Span, TracedOp, owners
 from graphshard.runtime.evidence.walk import Node
 
-KINDS = dict.fromkeys(GATHERING, "gather") | {"call": "compute", "write_value": "write"}
-"""Bound ops that have rows; records and waits are their order."""
+KINDS = dict.fromkeys(GATHERING, "gather") | {
+    "call": "compute",
+    "write_value": "write",
+    "values": "flags",
+    "reduce_scatter": "exchange",
+}
+"""Bound ops that have rows; records and waits are their order. What copies no chunk of a unit is an exchange."""
 COMPARED = ("kind", "op", "unit", "slot", "num_bytes", "stream")
 
 
@@ -23,7 +28,8 @@ class SeenOp:
     """One row. Nothing in it depends on addresses or on which rank it is."""
 
     kind: str
-    """gather, compute or write (of a word: outputs are there, a gather has begun)."""
+    """gather, compute, write (of a word: outputs are there, a gather has begun); of tensor-parallel blocks: flags, and
+    exchange of activations."""
     op: int
     """The program's op; -1: the end of the list."""
     unit: int | None
@@ -102,6 +108,14 @@ class _Row:
 _Key = tuple[str, int, int, int]
 
 
+def _kind(traced: TracedOp, places: Places) -> str | None:
+    """What the bound op is, by where it reads; None: no row of its own."""
+    _, kind, _, _, _, source, _ = traced
+    if kind in GATHERING and places.unit(source) is None:
+        return "exchange"
+    return KINDS.get(kind)
+
+
 def _key(kind: str, op: int, stream: int, bound_op: int) -> _Key:
     """What is one row: a gather's copies on one stream are, two writes never."""
     return kind, op, stream, bound_op if kind == "write" else -1
@@ -113,18 +127,22 @@ def seen_calls(traced: Iterable[TracedOp], sources: Sequence[int], streams: Sequ
     numbers: dict[_Key, int] = {}
     over: dict[int, int] = {}  # stream -> rows that are over when its next op begins
     events: dict[int, int] = {}
-    for bound_op, kind, stream, index, destination, source, num_bytes in traced:
+    for call in traced:
+        bound_op, kind, stream, index, destination, source, num_bytes = call
         if kind == "record":
             events[index] = over.get(stream, 0)
         elif kind == "wait":
             over[stream] = over.get(stream, 0) | events.get(index, 0)
-        elif kind in KINDS:
-            key = _key(KINDS[kind], sources[bound_op], stream, bound_op)
+        name = _kind(call, places)
+        if name is not None:
+            key = _key(name, sources[bound_op], stream, bound_op)
             if key not in rows:
                 numbers[key] = len(rows)
-                rows[key] = _Row(KINDS[kind], sources[bound_op], stream, over.get(stream, 0))
-            if kind in GATHERING:
+                rows[key] = _Row(name, sources[bound_op], stream, over.get(stream, 0))
+            if name == "gather":
                 rows[key].add(places, destination, source, num_bytes)
+            else:
+                rows[key].num_bytes += num_bytes
             over[stream] = over.get(stream, 0) | 1 << numbers[key]
     return _seen(list(rows.values()), streams)
 
@@ -141,8 +159,9 @@ def seen_nodes(
     rows: dict[_Key, _Row] = {}
     members: dict[_Key, list[int]] = {}
     stream_of = {op: stream for op, stream, _, _ in spans}
+    counted: set[int] = set()
     for index, bound_op in enumerate(owners(nodes, spans)):
-        kind = KINDS.get(bound_ops[bound_op][1]) if bound_op >= 0 else None
+        kind = _kind(bound_ops[bound_op], places) if bound_op >= 0 else None
         if kind is None:
             continue
         source, stream = sources[bound_op], stream_of[bound_op]
@@ -152,6 +171,9 @@ def seen_nodes(
         node = nodes[index]
         if kind == "gather" and node.kind == "memcpy" and places.unit(node.source) is not None:
             row.add(places, node.destination, node.source, node.num_bytes)
+        elif kind != "gather" and bound_op not in counted:
+            counted.add(bound_op)
+            row.num_bytes += bound_ops[bound_op][-1]
     sets = [sum(1 << i for i in members[key]) for key in rows]
     ancestors = _ancestors(nodes)
     for key, row in rows.items():

@@ -34,6 +34,8 @@ class TracedStep:
         self._runtime, self._shape = runtime, shape
         self._events = {i: Event(runtime.driver, timing=True) for i in timed}
         with runtime.turn.lock:
+            if self.bound.joint is not None:
+                runtime.agree_on_capture([shape])
             self._calls = runtime.recorded(shape, self.bound)
             try:
                 graph = self.bound.op_list.capture(self._calls, list(self._events.items()), runtime.timeout_s)
