@@ -52,7 +52,7 @@ class TuneRequest:
     num_steps: int
     """Counted steps of each mode in a measurement."""
     num_layers: int
-    """Layers with a block of the kind that are built, at most: as many as a cache does not hold."""
+    """Layers with a block of the kind that are built, at most: so many that a cache does not hold them, at best."""
     transport: Transport
     device_kind: Literal["host", "cuda"]
     device: str
