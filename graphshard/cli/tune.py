@@ -59,9 +59,7 @@ block's reduce-scatter and the next one's all-gather, and what either takes by f
 @click.option("--world-size", type=RANKS, default=2, show_default=True, help="Rank processes, all at work at once.")
 @click.option("--tokens", type=Counts(), default="1,4,16,64,256", show_default=True, help="Of a rank in a step.")
 @click.option("--steps", type=COUNT, default=30, show_default=True, help="Counted steps of each mode; medians count.")
-@click.option(
-    "--layers", type=COUNT, default=4, show_default=True, help="With a block of each kind that are built, at most."
-)
+@click.option("--layers", type=COUNT, default=4, show_default=True, help="With a block of each kind, at most.")
 @click.option("--cache-length", type=COUNT, default=16, show_default=True, help="Positions of the KV cache.")
 @transport_option
 @units_option("auto")
