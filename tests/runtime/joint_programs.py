@@ -62,10 +62,13 @@ def step_wrong(runtime: Runtime, model: BlockModel, shape: StepShape, number: in
     return "" if torch.equal(result, expected) else f"step {number} of {shape} ({run}): {result} is not {expected}"
 
 
-def all_steps(group: Group, transport: str, dual: str, own_ways: bool = False) -> list[Any]:
+def all_steps(
+    group: Group, transport: str, dual: str, own_ways: bool = False, more: dict[str, Any] | None = None
+) -> list[Any]:
     """Every step shape, eager and captured, twice; what was wrong, and what memory was there before and after."""
     model = BlockModel()
     choices: dict[str, Any] = {} if dual == "auto" else {"dual": dual, "chooser": None}
+    choices |= more or {}
     with compiled(group, model, transport, **choices) as runtime:
         before = _standing(runtime)
         wrong, number = [], 0

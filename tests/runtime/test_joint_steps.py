@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 from block_model import WIDTH
@@ -28,6 +29,27 @@ def test_one_shard_serves_every_mode(dual: str, expected: int, transport: str) -
     (_, _, layout), *_ = run_on_ranks(all_steps, 2, transport, "auto")
     assert [(wrong, blocks) for wrong, blocks, _ in found] == [([], [expected] * 4)] * 2
     assert {digest for _, _, digest in found} == {layout}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"executor": "threaded"},
+        {"head": "tail"},
+        {"head": "outside"},
+        {"prefetch_depth": 0},
+        {"units": "weight", "prefetch_depth": 2, "executor": "threaded"},
+    ],
+    ids=str,
+)
+def test_any_plan_has_such_steps(more: dict[str, Any], transport: str) -> None:
+    for wrong, blocks, _ in run_on_ranks(all_steps, 2, transport, "auto", False, more):
+        assert wrong == [] and blocks == [3, 3, 0, 0]
+
+
+def test_gathers_over_several_streams() -> None:
+    for wrong, _, _ in run_on_ranks(all_steps, 3, "pull", "auto", False, {"num_copy_streams": 2}):
+        assert wrong == []
 
 
 @pytest.mark.parametrize("mode", MODES)
