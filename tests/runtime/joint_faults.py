@@ -9,8 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 from block_model import BlockModel
+from fault_tools import until
 from joint_programs import compiled, step_wrong
 
+import graphshard
 from graphshard.comm.group import Group
 from graphshard.core.errors import GraphshardError
 from graphshard.core.specs import StepShape
@@ -119,3 +121,14 @@ def refusals(group: Group, transport: str) -> list[str]:
         assert runtime.graph(1).handle
         group.barrier()
     return said
+
+
+def come_back(group: Group) -> list[Any]:
+    """The last rank ends; a process in its place is told why it cannot come in."""
+    with compiled(group, BlockModel(), "pull", timeout_s=PATIENT_S) as runtime:
+        group.barrier()
+        last = group.world_size - 1
+        if group.rank == last:
+            os.kill(os.getpid(), signal.SIGKILL)
+        until(lambda: runtime._control.state(last) == "dead", "the last rank has ended")
+        return outcome(lambda: graphshard.rejoin_group(group.job, last, timeout_s=5.0))[:1]

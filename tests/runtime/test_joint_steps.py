@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from block_model import WIDTH
 from census import no_growth
-from joint_faults import fail_in_compute, lose_a_rank, refusals, skip_a_step, unlike_shapes
+from joint_faults import come_back, fail_in_compute, lose_a_rank, refusals, skip_a_step, unlike_shapes
 from joint_programs import all_steps, capture_again, in_turn, look_at_graphs, speculate_idly, update_between
 from ranks import MODES, entry_of, failure_text, rank_environment, run_on_ranks, try_on_ranks
 
@@ -148,3 +148,8 @@ def test_what_graphs_show(transport: str) -> None:
         pull = ["flags 0", f"exchange {tokens}", "flags 0", f"exchange {partial}"]
         nccl = [f"exchange {tokens}", f"exchange {partial // 2}"]
         assert told["kinds"] == 3 * (pull if transport == "pull" else nccl)
+
+
+def test_a_rank_that_died_is_told_why_it_cannot_come_back() -> None:
+    outcomes = try_on_ranks(come_back, 2, mode="processes")
+    assert "tensor-parallel steps have been taken by all ranks together" in outcomes[0].value[0]
