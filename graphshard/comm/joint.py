@@ -67,9 +67,9 @@ class Joint:
     def issue(self, kind: IssueKind, units: Sequence[int], what: str, joint: JointStep | None = None) -> None:
         """Gathers need nobody; a step with blocks is posted, and compared with what peers posted at this place."""
         del kind, units
+        self._is_joint = joint is not None
         if joint is not None:
             self._lockstep.check(what)
-            self._is_joint = True
             self._lockstep.issue("graph", (), what, joint)
 
     def wait(self, waiter: Callable[[float], bool], awaited: Awaited) -> bool:

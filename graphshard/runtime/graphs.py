@@ -151,7 +151,7 @@ class StepGraph:
                 outside the graph, too.
         """
         captured = self._open()
-        if self._runtime.is_collective and not self._is_alike:
+        if self._runtime.needs_all_ranks(self.shape) and not self._is_alike:
             raise ProgramError(
                 f"step shape {self.shape}: its gathers, or blocks, need all ranks, and nobody watches what a server "
                 "replays from C; if all ranks replay it alike, say so by promise_alike(), else use transport pull"

@@ -61,6 +61,10 @@ class Stepping(Binding):
         """
         return self._transport.is_collective or self.is_joint
 
+    def needs_all_ranks(self, shape: StepShape) -> bool:
+        """Whether steps of `shape` need all ranks."""
+        return self._transport.is_collective or bool(self.programs[shape].blocks)
+
     @property
     def is_joint(self) -> bool:
         """Whether some step shape has tensor-parallel blocks: all ranks take such steps at once, at one shape."""
