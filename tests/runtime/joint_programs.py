@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from block_model import MODULUS, WIDTH, BlockModel, UpTo
+from embed_api import OK, EmbeddedStep
 from torch import Tensor
 
 import graphshard
@@ -194,3 +195,27 @@ def look_at_graphs(group: Group, transport: str) -> dict[str, Any]:
             "kinds": [f"{op.kind} {op.num_bytes}" for op in seen.ops if op.kind in ("flags", "exchange")],
             "times": len(times),
         }
+
+
+def replay_from_c(group: Group, transport: str) -> list[str]:
+    """C's replays of a shape with blocks, in turn with Python's and with eager steps, on all ranks alike."""
+    model, wrong = BlockModel(), []
+    shape = StepShape(2, 1)
+    with compiled(group, model, transport, capture_sizes=[(2, 1)]) as runtime:
+        graph = runtime.graph(2)
+        graph.promise_alike()
+        step = EmbeddedStep(graph.handle)
+        for number, who in enumerate("ccpcecpe"):
+            tokens = tokens_of(runtime.rank, number, shape)
+            graph.inputs["tokens"].copy_(tokens)
+            if who == "c":
+                assert step.replay() == OK and step.wait() == OK, step.error
+            elif who == "p":
+                graph.replay()
+            else:
+                runtime.run(2)
+            if not torch.equal(graph.outputs["result"], model.expected(tokens)):
+                wrong.append(f"step {number} ({who})")
+        group.barrier()
+        step.release()
+    return wrong

@@ -9,7 +9,15 @@ import pytest
 from block_model import WIDTH
 from census import no_growth
 from joint_faults import come_back, fail_in_compute, lose_a_rank, refusals, skip_a_step, unlike_shapes
-from joint_programs import all_steps, capture_again, in_turn, look_at_graphs, speculate_idly, update_between
+from joint_programs import (
+    all_steps,
+    capture_again,
+    in_turn,
+    look_at_graphs,
+    replay_from_c,
+    speculate_idly,
+    update_between,
+)
 from ranks import MODES, entry_of, failure_text, rank_environment, run_on_ranks, try_on_ranks
 
 from graphshard.comm.launch import run_ranks
@@ -153,3 +161,7 @@ def test_what_graphs_show(transport: str) -> None:
 def test_a_rank_that_died_is_told_why_it_cannot_come_back() -> None:
     outcomes = try_on_ranks(come_back, 2, mode="processes")
     assert "tensor-parallel steps have been taken by all ranks together" in outcomes[0].value[0]
+
+
+def test_a_server_may_replay_them_from_c(transport: str) -> None:
+    assert run_on_ranks(replay_from_c, 2, transport) == [[], []]
