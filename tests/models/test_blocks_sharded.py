@@ -41,10 +41,17 @@ MORE = [
 ]
 
 
+def _id(family: str, dtype: str, world_size: int, choices: dict[str, Any], ranks: str) -> str:
+    return f"{family} {dtype} {world_size} {ranks} {' '.join(map(str, choices.values())) or 'pull'}"
+
+
 @pytest.mark.parametrize("mode", ["gather", "tensor_parallel"])
 @pytest.mark.parametrize(
     ("family", "dtype", "world_size", "choices", "ranks"),
-    [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)],
+    [
+        *(pytest.param(*case, id=_id(*case)) for case in CASES),
+        *(pytest.param(*case, id=f"{_id(*case)} more", marks=pytest.mark.slow) for case in MORE),
+    ],
 )
 def test_each_rank_has_what_whole_weights_give(
     mode: str, family: str, dtype: str, world_size: int, choices: dict[str, Any], ranks: str
