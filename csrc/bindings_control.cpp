@@ -38,7 +38,8 @@ FlagWord flag_word(const std::string& name) {
 void bind_flags(nb::module_& m) {
   nb::class_<FlagBarrier>(m, "FlagBarrier")
       .def(nb::init<std::vector<CUdeviceptr>, int>(), "areas"_a, "rank"_a)
-      .def_static("area_bytes", [](int world_size) { return flag_area_bytes(world_size); }, "world_size"_a)
+      .def_static(
+          "area_bytes", [](int world_size) { return flag_area_bytes(world_size); }, "world_size"_a)
       .def(
           "entry",
           [](const FlagBarrier& barrier, uint32_t header) {

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "check.h"
+#include "runtime/flags.h"
 #include "runtime/memory.h"
 #include "runtime/op_list.h"
 #include "runtime/recording.h"
@@ -186,6 +187,54 @@ void test_pieces(Driver& driver) {
   for (size_t i = 0; i < kBytes; ++i) require(bytes[i] == 7, "pieces cover the copy");
 }
 
+Op batch(std::vector<CUstreamBatchMemOpParams> values) {
+  Op op;
+  op.kind = OpKind::kValues;
+  op.values = std::make_shared<const std::vector<CUstreamBatchMemOpParams>>(std::move(values));
+  return op;
+}
+
+// Two ranks' lists on two streams, which meet at barriers of the flag protocol: eagerly, captured, and one of each.
+void test_flags(Driver& driver) {
+  constexpr int kRounds = 200;
+  const auto areas = Memory::allocate(driver, 2 * flag_area_bytes(2), false);
+  const CUdeviceptr second = areas->address() + flag_area_bytes(2);
+  std::vector<std::unique_ptr<OpList>> lists;
+  std::vector<std::shared_ptr<Stream>> streams;
+  const Rig rig(driver);
+  for (const int rank : {0, 1}) {
+    const FlagBarrier barrier({areas->address(), second}, rank);
+    const FlagOps entry = barrier.entry(FlagMode::kCaptured, 1, 9);
+    const FlagOps exit = barrier.exit(FlagMode::kCaptured, 1);
+    streams.push_back(std::make_shared<Stream>(driver));
+    lists.push_back(std::make_unique<OpList>(
+        driver, BoundOps::Streams{streams.back()}, 0,
+        std::vector<Op>{batch(entry.writes), batch(entry.waits), batch(exit.writes), batch(exit.waits)}));
+  }
+  std::vector<std::shared_ptr<GraphExec>> graphs;
+  for (const auto& list : lists) {
+    const auto graph = list->capture(rig.no_calls, {}, 0.0);
+    require(graph->num_nodes() == std::vector<std::pair<std::string, size_t>>{{"batch_mem_op", 4}}, "a node a batch");
+    graphs.push_back(graph->instantiate("", -1));
+  }
+  for (int round = 0; round < kRounds; ++round) {
+    for (const int rank : {0, 1}) {
+      const bool is_eager = round % 4 == 0 || round % 4 == 2 + rank;
+      if (is_eager) lists[rank]->issue(rig.no_calls, 0, lists[rank]->size());
+      if (!is_eager) graphs[rank]->launch(*streams[rank]);
+    }
+  }
+  for (const auto& stream : streams) require(stream->wait_idle(kTimeoutNs), "both ranks come through all barriers");
+  lists[0]->issue(rig.no_calls, 0, lists[0]->size());
+  require(!streams[0]->wait_idle(20'000'000), "a rank alone waits");
+  lists[1]->issue(rig.no_calls, 0, lists[1]->size());
+  for (const auto& stream : streams) require(stream->wait_idle(kTimeoutNs), "until the other has come");
+  CUstreamBatchMemOpParams outside{};
+  outside.writeValue.operation = CU_STREAM_MEM_OP_WRITE_VALUE_32;
+  outside.writeValue.address = areas->address() + areas->num_bytes();
+  require_error<DriverError>([&] { rig.list({batch({outside})}); }, "cuStreamBatchMemOp refused: 4 bytes at 0x");
+}
+
 }  // namespace
 
 }  // namespace graphshard
@@ -201,6 +250,7 @@ int main(int argc, char** argv) {
   test_errors(driver);
   test_lifetimes(driver);
   test_pieces(driver);
+  test_flags(driver);
   std::printf("op lists: all is well\n");
   return 0;
 }
