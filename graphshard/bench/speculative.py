@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from graphshard._core import Event, Memory, Stream, Word
-from graphshard.bench.speculative_models import FOLD, LayeredModel, fill_records, records_for
+from graphshard.bench.speculative_models import LayeredModel, fill_records, records_for
 from graphshard.bench.stats import Summary, summarize
 from graphshard.comm.group import Group
 from graphshard.core.errors import CommError
@@ -34,6 +34,7 @@ from graphshard.core.ops import StreamName
 from graphshard.core.plan import Plan, Transport
 from graphshard.core.program import Program
 from graphshard.core.sequence import (
+    COMMIT_FOLD,
     Fold,
     PrefetchLaunch,
     PrefetchWait,
@@ -125,7 +126,7 @@ def sequence_of(target: Program, draft: Program, setting: str) -> StepSequence:
         *waits[TARGET],
         Replay(TARGET),
         *late,
-        Fold(TARGET, FOLD),
+        Fold(TARGET, COMMIT_FOLD),
     )
     return StepSequence((SequenceGraph(DRAFT, draft), SequenceGraph(TARGET, target)), ops, late, late)
 

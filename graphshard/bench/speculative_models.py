@@ -17,11 +17,11 @@ from torch import Tensor
 from graphshard.bench.stats import quantile
 from graphshard.comm.group import Group
 from graphshard.core.errors import SpecError
+from graphshard.core.sequence import COMMIT_FOLD
 from graphshard.core.specs import BufferSpec, ModelSpec, SegmentSpec, StepShape, WeightSpec
 from graphshard.runtime.model import Segment, StepState
 
 DTYPE = "float32"
-FOLD = "commit_fold"
 HEADS = 8
 HEAD_SIZE = 128
 """A state of 512 KiB: it stays in a core's cache, and leaves the memory's bandwidth to the gathers."""
@@ -77,7 +77,7 @@ class LayeredModel:
         """See `SegmentedModel`."""
         weights = tuple(WeightSpec(f"layers.{i}.proj", (self.rows, self.width), DTYPE) for i in range(self.num_layers))
         segments = tuple(SegmentSpec("proj", i, (weight.name,)) for i, weight in enumerate(weights))
-        folds = (SegmentSpec(FOLD, None, ()),) if self.num_records else ()
+        folds = (SegmentSpec(COMMIT_FOLD, None, ()),) if self.num_records else ()
         return ModelSpec(self.name, weights, segments, folds=folds)
 
     def buffers(self, shape: StepShape) -> tuple[BufferSpec, ...]:

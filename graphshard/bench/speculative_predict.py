@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from graphshard.bench.speculative import SHAPE, SpeculativeRequest, alone, models_of, plan_of, sequence_of
-from graphshard.bench.speculative_models import FOLD, LayeredModel
+from graphshard.bench.speculative_models import LayeredModel
 from graphshard.bench.stats import quantile
 from graphshard.core.layout import build_layout
 from graphshard.core.plan import Plan
+from graphshard.core.sequence import COMMIT_FOLD
 from graphshard.core.specs import ModelSpec
 from graphshard.core.timeline import Overlap, prefetch_name
 from graphshard.cost.hardware import HardwareSpec, Link, Measured
@@ -24,7 +25,7 @@ BY_RUN = (
     "durations that this run measured: gathers and the fold alone, segments as traced; nothing is slowed by anything "
     "beside it"
 )
-MARKED = (FOLD, prefetch_name(DRAFT, 0), prefetch_name(TARGET, 0))
+MARKED = (COMMIT_FOLD, prefetch_name(DRAFT, 0), prefetch_name(TARGET, 0))
 """Names of the spans that a picture shows in colours of their own."""
 Ranks = Sequence[Mapping[str, Any]]
 
@@ -55,13 +56,13 @@ class SpeculativePredictor:
 
     def overlap(self, setting: str) -> Overlap:
         """Of the draft's gather with the fold, in such a step."""
-        return self.step(setting).overlap(DRAFT, FOLD)
+        return self.step(setting).overlap(DRAFT, COMMIT_FOLD)
 
     def _plan(self, spec: ModelSpec) -> Plan:
         return plan_of(spec, self._world_size, self._request.transport)
 
     def _folds_us(self, name: str) -> dict[str, float]:
-        return {FOLD: alone(self._ranks)["fold_us"].median} if name == TARGET else {}
+        return {COMMIT_FOLD: alone(self._ranks)["fold_us"].median} if name == TARGET else {}
 
     def _cost(self, name: str, model: LayeredModel) -> GraphCost:
         """By a machine's figures."""

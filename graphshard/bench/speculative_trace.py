@@ -12,10 +12,10 @@ from typing import Any
 
 from graphshard._core import Event
 from graphshard.bench.speculative import SHAPE, SpeculativeRig, in_turn
-from graphshard.bench.speculative_models import FOLD
 from graphshard.bench.stats import quantile
 from graphshard.bench.trace import bound_of, bound_rows, spans_of
 from graphshard.core.errors import CommError
+from graphshard.core.sequence import COMMIT_FOLD
 from graphshard.core.timeline import Span, Timeline, prefetch_name, prefetch_wait_name
 from graphshard.cost.speculative import by_lane
 from graphshard.runtime.evidence.traced import TracedStep
@@ -86,7 +86,7 @@ class _Tracer:
     def _fold(self, zero: Event) -> Span:
         fold = self._rig.fold
         begin, end = (event.elapsed_us(zero) for event in (fold.begun, fold.ended))
-        return Span("target.compute", "compute", FOLD, begin, end, segment=FOLD)
+        return Span("target.compute", "compute", COMMIT_FOLD, begin, end, segment=COMMIT_FOLD)
 
     def _waited(self, graph: _TracedGraph, which: int, zero: Event) -> Iterator[Span]:
         """The gather that `graph` waited for, as far as it is of this step, and the wait, if there was one."""

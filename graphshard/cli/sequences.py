@@ -12,7 +12,7 @@ from graphshard.cli.planning import ANY_DEVICE, LAYERS, Planned, PlanRequest, pl
 from graphshard.core.errors import SpecError
 from graphshard.core.layout import build_layout
 from graphshard.core.plan import Plan
-from graphshard.core.sequence import StepSequence
+from graphshard.core.sequence import COMMIT_FOLD, StepSequence
 from graphshard.core.specs import ModelSpec, SegmentSpec
 from graphshard.schedule.auto import make_plan
 from graphshard.schedule.emit import emit
@@ -115,7 +115,7 @@ def planned_step(request: PlanRequest, asked: DraftRequest) -> PlannedStep:
     """The target of `request`, the draft of `asked`, planned as the target but for its head, and their sequences."""
     target = planned(request)
     if not target.model.folds:  # what a model without one commits is nothing, but the host issues it all the same
-        target = replace(target, model=replace(target.model, folds=(SegmentSpec("commit_fold", None, ()),)))
+        target = replace(target, model=replace(target.model, folds=(SegmentSpec(COMMIT_FOLD, None, ()),)))
     draft, plan, program = None, None, None
     if asked.draft_layers is not None:
         draft = first_layers(target.model, asked.draft_layers)

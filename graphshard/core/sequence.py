@@ -94,6 +94,10 @@ class Replay:
         return f"replay graph={name_text(self.graph)} stream={self.stream}"
 
 
+COMMIT_FOLD = "commit_fold"
+"""The fold of a target that makes accepted tokens count."""
+
+
 @dataclass(frozen=True, slots=True)
 class Fold:
     """Run `segment` of `graph`'s model between steps, for all layers at once: resident weights, so `units` is empty."""

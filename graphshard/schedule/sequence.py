@@ -18,6 +18,7 @@ from typing import Literal, get_args
 from graphshard.core.errors import SpecError
 from graphshard.core.program import Program
 from graphshard.core.sequence import (
+    COMMIT_FOLD,
     Fold,
     Held,
     PrefetchDiscard,
@@ -41,7 +42,7 @@ def emit_sequences(
     draft: Program | None,
     *,
     num_draft_replays: int = 1,
-    fold: str | None = "commit_fold",
+    fold: str | None = COMMIT_FOLD,
     prefetch_stream: PrefetchStream = "prefetch",
 ) -> dict[str, StepSequence]:
     """Every sequence that a speculative step may be, by name.

@@ -21,10 +21,10 @@ from graphshard.bench.speculative import (
     sequence_of,
     speculative_rows,
 )
-from graphshard.bench.speculative_models import FOLD, HEAD_SIZE, HEADS, LayeredModel, fill_records, replay_records
+from graphshard.bench.speculative_models import HEAD_SIZE, HEADS, LayeredModel, fill_records, replay_records
 from graphshard.bench.speculative_predict import SpeculativePredictor
 from graphshard.core.errors import SpecError
-from graphshard.core.sequence import Fold, PrefetchLaunch, Replay, StepSequence
+from graphshard.core.sequence import COMMIT_FOLD, Fold, PrefetchLaunch, Replay, StepSequence
 from graphshard.core.specs import StepShape
 from graphshard.core.timeline import prefetch_name
 from graphshard.cost.kernels import gather_us
@@ -63,7 +63,7 @@ def test_what_is_issued_passes_the_verifier(setting: str) -> None:
     verify_sequences({"step": sequence}, num_copies=2).raise_if_bad()
     names = [type(op).__name__ for op in sequence.ops]
     assert names.count("PrefetchLaunch") == names.count("PrefetchWait") == names.count("Replay") == 2
-    assert sequence.ops[-1] == Fold(TARGET, FOLD)
+    assert sequence.ops[-1] == Fold(TARGET, COMMIT_FOLD)
     assert sequence.ops[-2] == PrefetchLaunch(DRAFT, 0, 0, "copy" if setting == "shared" else "prefetch")
 
 
@@ -110,7 +110,7 @@ def test_predictions_by_a_machine() -> None:
     predictor = SpeculativePredictor(SMALL, [made_up(0), made_up(0)], machine)
     made = predictor.step("own")
     gather = gather_us(64 * 2**10, 2, "pull", machine)
-    found = made.overlap(DRAFT, FOLD)
+    found = made.overlap(DRAFT, COMMIT_FOLD)
     assert found.prefetch_us == pytest.approx(gather * machine.overlap_copy) and found.share == pytest.approx(1.0)
     beside_us = found.prefetch_us * (1 - 1 / machine.overlap_compute)
     assert found.fold_us == pytest.approx(30.0 + beside_us) and "some host" in predictor.source
@@ -164,7 +164,7 @@ def check_timeline(spans: list[dict[str, Any]]) -> None:
     for lane in lanes.values():
         assert all(one["begin_us"] <= one["end_us"] for one in lane)
         assert all(before["end_us"] <= after["begin_us"] + CLOCK_US for before, after in pairwise(lane))
-    (fold,) = [span for span in spans if span["name"] == FOLD]
+    (fold,) = [span for span in spans if span["name"] == COMMIT_FOLD]
     computed = [span for span in spans if span["layer"] is not None]
     draft_end, target_end = (
         max(span["end_us"] for span in computed if span["lane"] == f"{name}.compute") for name in (DRAFT, TARGET)
@@ -180,7 +180,7 @@ def check_timeline(spans: list[dict[str, Any]]) -> None:
 def test_the_fold_runs_between_steps() -> None:
     """A step of the target does not change the state; the fold is a segment of its own."""
     model = LayeredModel("m", 3, 4096, num_records=2)
-    assert [fold.spec.name for fold in model.folds] == [FOLD]
+    assert [fold.spec.name for fold in model.folds] == [COMMIT_FOLD]
     assert [segment.spec.name for segment in model.segments] == ["proj"] * 3
     names = [buffer.name for buffer in model.buffers(StepShape(1)) if buffer.role == "cache"]
     assert names == ["state", "keys", "values"]

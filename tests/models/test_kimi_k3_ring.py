@@ -14,6 +14,7 @@ from kimi_k3_reference import SIZES, SMALL
 from torch import Tensor
 
 from graphshard.core.errors import SpecError
+from graphshard.core.sequence import COMMIT_FOLD
 from graphshard.core.specs import StepShape
 from graphshard.models.kimi_k3.config import KimiK3ModelConfig
 from graphshard.models.kimi_k3.folder import (
@@ -24,7 +25,6 @@ from graphshard.models.kimi_k3.folder import (
     save_kimi_k3,
 )
 from graphshard.models.kimi_k3.model import KimiK3
-from graphshard.models.kimi_k3.ring import FOLD
 from graphshard.models.open import open_model
 from graphshard.runtime.model import folds_of
 from graphshard.runtime.record import record
@@ -317,7 +317,7 @@ def test_a_folder_opens_with_a_ring_and_taps(tmp_path: Path) -> None:
     save_kimi_k3(tmp_path, SMALL, pieces)
     plain, ring = open_model(tmp_path, 2, 8), open_model(tmp_path, 2, 8, ring=3, compact_ring=True, taps=[1])
     assert isinstance(ring.model, KimiK3)
-    assert (ring.model.ring, ring.model.taps, [fold.spec.name for fold in ring.model.folds]) == (3, (1,), [FOLD])
+    assert (ring.model.ring, ring.model.taps, [fold.spec.name for fold in ring.model.folds]) == (3, (1,), [COMMIT_FOLD])
     assert ring.recipes == plain.recipes
     assert ring.model.spec().weights == plain.model.spec().weights
     model = load_kimi_k3(tmp_path, 2, 8, fused=False, ring=3)

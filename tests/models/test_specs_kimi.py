@@ -1,4 +1,4 @@
-"""Kimi K3's published totals, from its config through spec, plan and layout (facts.md, section 1)."""
+"""Kimi K3's published totals, from its config through spec, plan and layout."""
 
 from __future__ import annotations
 

@@ -26,12 +26,11 @@ import torch
 from torch import Tensor
 
 from graphshard.core.errors import SpecError
+from graphshard.core.sequence import COMMIT_FOLD
 from graphshard.core.specs import BufferSpec, SegmentSpec, StepShape
 from graphshard.models.kimi_k3.declare import Declarations
 from graphshard.models.kimi_k3.kda import KdaLayer, begins_anew, convolve, delta_of, low_rank_decay, set_decay
 from graphshard.runtime.model import Segment, StepState
-
-FOLD = "commit_fold"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +93,7 @@ class Ring:
         reads = []
         for layer, _ in self._layers:
             reads += [*layer.convs, *([layer.f_b] if self._is_compact else []), layer.a_log, layer.dt_bias]
-        return Segment(SegmentSpec(FOLD, None, tuple(reads)), self._run)
+        return Segment(SegmentSpec(COMMIT_FOLD, None, tuple(reads)), self._run)
 
     def inputs(self, shape: StepShape) -> tuple[BufferSpec, ...]:
         """What the fold is told: how many of the step's tokens count in each row."""
