@@ -150,6 +150,12 @@ def _answer(out: Output, tuned: Tuned, path: Path, before: int) -> None:
     for kind in tuned.kinds:
         rows = [_shown(*pair) for pair in _pairs(tuned, kind)]
         out.say(table_of(rows, COLUMNS, f"{kind}, a layer, {tuned.world_size} ranks, transport {tuned.transport}"))
+    unclear = sum(_overlap(*pair) for kind in tuned.kinds for pair in _pairs(tuned, kind))
+    if unclear:
+        out.say(
+            f"p10-p90 of both modes overlap in {unclear} of {tuned.num_measured} measurements: where that matters, "
+            "quiet the machine, remove the file and measure again, with more --steps"
+        )
     for why in tuned.notes["not_sliced"].values():
         out.say(f"always gathered: {why}")
     _say_merged(out, tuned.notes["merged"])
@@ -179,6 +185,11 @@ def _pairs(tuned: Tuned, kind: str) -> list[tuple[TunedRow, TunedRow]]:
 
 def _faster(gather: TunedRow, sliced: TunedRow) -> TunedRow:
     return gather if gather.median_ms <= sliced.median_ms else sliced
+
+
+def _overlap(gather: TunedRow, sliced: TunedRow) -> bool:
+    """Whether the spreads leave it open which is faster."""
+    return gather.p10_ms <= sliced.p90_ms and sliced.p10_ms <= gather.p90_ms
 
 
 def _shown(gather: TunedRow, sliced: TunedRow) -> dict[str, Any]:

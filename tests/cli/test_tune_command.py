@@ -55,6 +55,9 @@ def test_the_answer_is_what_the_file_holds(measured: tuple[Answer, Path]) -> Non
     assert sum(row["is_faster"] for row in told["rows"]) == 2
     assert tuned.settings["num_layers"] == 2 and tuned.device_kind == "host" and not tuned.missing
     assert "tokens a rank" in answer.err and f'tune="{path}"' in answer.err
+    pairs = zip(told["rows"][::2], told["rows"][1::2], strict=True)
+    unclear = sum(max(a["p10_ms"], b["p10_ms"]) <= min(a["p90_ms"], b["p90_ms"]) for a, b in pairs)
+    assert (f"overlap in {unclear} of 2 measurements" in answer.err) == (unclear > 0)
 
 
 def test_what_is_not_merged_is_said(measured: tuple[Answer, Path]) -> None:
