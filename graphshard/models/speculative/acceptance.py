@@ -137,12 +137,7 @@ def rows_for(
     if num_tokens < 1:
         raise SpecError(f"num_tokens is {num_tokens}: generate at least one")
     for index, prompt in enumerate(prompts):
-        wrong = next((token for token in prompt if not 0 <= token < vocab_size), None)
-        if wrong is not None:
-            raise SpecError(
-                f"prompt {index} has token {wrong}, outside the vocabulary of {vocab_size}: use the tokenizer that "
-                "belongs to the model"
-            )
+        _check_tokens(f"prompt {index}", prompt, vocab_size)
     needed = needed_positions(prompts, num_tokens, block)
     if needed > num_positions:
         raise SpecError(
@@ -151,6 +146,33 @@ def rows_for(
         )
     rows = [Row(list(prompt), len(prompt), len(prompt) + num_tokens) for prompt in prompts]
     return rows + [empty_row() for _ in range(batch_size - len(rows))]
+
+
+def check_rows(rows: Sequence[Row], batch_size: int, vocab_size: int, num_positions: int, block: int) -> None:
+    """SpecError if a step of `batch_size` sequences cannot take `rows`, naming the row and what is wrong with it."""
+    if len(rows) != batch_size:
+        raise SpecError(f"{len(rows)} rows for a step of {batch_size} sequences: fill up with empty_row()")
+    for index, row in enumerate(rows):
+        if not 0 <= row.committed < len(row.tokens):
+            raise SpecError(
+                f"row {index}: {row.committed} of its {len(row.tokens)} tokens are committed; a step begins at a token "
+                "that is known and not committed, at the latest the last one"
+            )
+        if row.committed + block > num_positions:
+            raise SpecError(
+                f"row {index}: its block of {block} begins at position {row.committed}, and the caches have "
+                f"{num_positions}: end the sequence, or make the models with a larger cache_length"
+            )
+        _check_tokens(f"row {index}", row.tokens[max(row.committed - 1, 0) : row.committed + block], vocab_size)
+
+
+def _check_tokens(where: str, tokens: Sequence[int], vocab_size: int) -> None:
+    wrong = next((token for token in tokens if not 0 <= token < vocab_size), None)
+    if wrong is not None:
+        raise SpecError(
+            f"{where} has token {wrong}, outside the vocabulary of {vocab_size}: use the tokenizer that belongs to the "
+            "model"
+        )
 
 
 def needed_positions(prompts: Sequence[Sequence[int]], num_tokens: int, block: int) -> int:

@@ -11,7 +11,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from graphshard.core.errors import SpecError
-from graphshard.models.speculative.acceptance import Row, accept, acceptance_length, append, block_of, rows_for
+from graphshard.models.speculative.acceptance import (
+    Row,
+    accept,
+    acceptance_length,
+    append,
+    block_of,
+    check_rows,
+    rows_for,
+)
 from graphshard.models.speculative.proposers import Proposer
 from graphshard.models.speculative.steps import SpeculativeStepLike, choices, write
 
@@ -117,8 +125,12 @@ class SpeculativeDecoder:
         Order:   propose (each of the draft's replays), verify, commit.
         Blocks:  the host, as replays do, and until chosen tokens may be read.
         Capture: no.
+
+        Raises:
+            SpecError: see `check_rows`; nothing has been issued.
         """
         target = self._step.target
+        check_rows(rows, self.batch_size, target.outputs["logits"].shape[-1], self.num_positions, self.block)
         proposals = self._propose(rows)
         blocks = [block_of(row, proposed, self.block) for row, proposed in zip(rows, proposals, strict=True)]
         write(target.inputs["tokens"], [block.tokens for block in blocks])
