@@ -69,7 +69,7 @@ def compile(  # the field's verb, as in torch.compile; always used as graphshard
         hooks: what tests insert into bound lists.
         progress: gathers of transport nccl write how far they are: a timeout names the unit, and who is behind.
         borrow: the runtime that has the weights that `model` borrows (`ModelSpec.borrowed`), resident; closed later.
-        choices: what "auto" is not to choose: units, prefetch_depth, head, transport, executor, ... (`make_plan`).
+        choices: what "auto" is not to choose: units, prefetch_depth, transport, dual, tune, ... (`make_plan`).
 
     Raises:
         SpecError, ProgramError, LoadError, CommError, DeviceError: see each class; on every rank alike.

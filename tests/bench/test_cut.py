@@ -12,9 +12,13 @@ from graphshard.bench.cut import CutModel
 from graphshard.core.errors import SpecError
 from graphshard.core.specs import StepShape
 from graphshard.models.config import LlamaConfig
+from graphshard.models.kimi_k3.config import KimiK3ModelConfig
+from graphshard.models.kimi_k3.model import KimiK3
 from graphshard.models.llama import random_llama
 from graphshard.models.module import new_buffers
+from graphshard.models.specs.kimi_k3 import KimiK3Config
 from graphshard.runtime.model import SegmentedModel, StepState
+from graphshard.schedule.tuned import kind_of
 
 CONFIG = LlamaConfig(
     vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8,
@@ -52,6 +56,23 @@ def test_weights_segments_and_blocks_are_those_of_the_layers_alone() -> None:
         one.name for one in MODEL.spec().segments[BLOCKS[2].begin : BLOCKS[2].end]
     ]
     assert cut.buffers(SHAPE) == MODEL.buffers(SHAPE)
+
+
+def test_a_layer_of_a_kimi_k3_keeps_its_shared_expert_and_what_runs_before_it() -> None:
+    sizes = KimiK3Config(
+        hidden=64, vocab=96, num_layers=3, mla_layers=frozenset({2}), dense_layers=1, intermediate=96, heads=2,
+        q_lora=32, kv_lora=32, qk_nope=16, qk_rope=16, v_head=16, kda_heads=2, kda_head=32, conv_taps=4, experts=6,
+        top_k=2, expert_size=32, latent=32, shared=64,
+    )  # fmt: skip
+    model = KimiK3(KimiK3ModelConfig(sizes, dtype="float32"), 1, dual=True)
+    whole = model.spec()
+    cut = CutModel(model, whole.blocks[-1:])
+    (block,) = cut.spec().blocks
+    last = whole.blocks[-1]
+    kept = [one for one in whole.segments if one.layer == last.layer]
+    assert [one for one in cut.spec().segments if one.layer is not None] == kept
+    assert cut.spec().segments[block.begin : block.end] == whole.segments[last.begin : last.end]
+    assert kind_of(cut.spec(), block) == kind_of(whole, last) == kind_of(whole, whole.blocks[0])
 
 
 def test_nothing_and_what_is_borrowed_are_refused() -> None:
