@@ -9,7 +9,7 @@ import pytest
 import torch
 from cuda_rig import TIMEOUT_S, KernelModel, Plot, nth, raiser
 from fake_torch_cuda import FakeTorchCuda
-from fault_tools import Latch, until
+from fault_tools import InThread, Latch, until
 from ranks import run_on_ranks
 
 import graphshard
@@ -272,6 +272,11 @@ def test_folds_in_flight_end_before_the_runtime_is_closed() -> None:
     rank = alone(hooks={"fold_stall": lambda device: latch.word.address})
     rank.accept(2)
     cache = rank.runtime.buffers(rank.shape, "cache")["state"]
+    latch.close()
     rank.runtime.fold(1)
-    rank.runtime.close()
-    until(lambda: torch.equal(cache[0], rank.folded(2)), "the fold has ended")
+    closing = InThread(rank.runtime.close)
+    until(lambda: rank.runtime.is_closed, "the runtime is being closed")
+    assert closing.is_alive() and not torch.equal(cache[0], rank.folded(2))
+    latch.open()
+    closing.result()
+    assert torch.equal(cache[0], rank.folded(2))
