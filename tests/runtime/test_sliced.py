@@ -159,8 +159,8 @@ def test_a_report_counts_the_pieces_of_a_gather(transport: str) -> None:
         entry_of(programs.report),
         2,
         arguments=(LAYERS, transport),
-        timeout_s=60.0,
-        group_timeout_s=30.0,
+        timeout_s=120.0,
+        group_timeout_s=60.0,
         env=environment,
     )
     assert not failure_text(results), failure_text(results)
