@@ -213,6 +213,27 @@ def test_a_segment_that_calls_the_step_around_it_leaves_the_order_as_it_is() -> 
         assert pair.step() == []
 
 
+@pytest.mark.parametrize("what", ["close", "update"])
+def test_a_segment_that_ends_its_speculation_is_refused_and_nothing_ends(what: str) -> None:
+    assert run_on_ranks(end_inside_a_segment, 2, what) == [[]] * 2
+
+
+def end_inside_a_segment(group: Group, what: str) -> list[str]:
+    with Pair(group, "nccl", run="eager") as pair:
+        call = pair.spec.close if what == "close" else lambda: pair.spec.update(target=pair.models["target"].tensors())
+        segment = pair.target._compute.segments[1]
+        run = segment.run
+        object.__setattr__(segment, "run", lambda state: call())
+        step = pair.spec.graph(1)
+        step.propose()
+        with pytest.raises(ProgramError, match=f"segment .* calls {what} while it runs"):
+            step.verify()
+        object.__setattr__(segment, "run", run)
+        step.commit()
+        assert pair.spec.agree(3).batch_size == 3
+        return pair.step()
+
+
 @pytest.mark.parametrize("run", ["graph", "eager"])
 def test_torchs_inference_mode_may_come_and_go(run: str) -> None:
     with torch.inference_mode():
@@ -265,6 +286,25 @@ def test_a_larger_graph_does_not_stand_in_for_one_that_was_given_back() -> None:
 # --- the end ---
 
 
+def test_closing_while_another_thread_proposes_waits_for_that_and_what_follows_is_refused() -> None:
+    latch = Latch()
+    pair = Pair(LocalGroup(1)[0], "pull")
+    step = pair.spec.graph(1)
+    pair.spec.discard()
+    with stalled(pair.draft, latch.word.address):
+        proposing = InThread(step.propose)
+        until(lambda: pair.draft.num_steps == 1, "the draft was launched")
+    closing = InThread(pair.close)
+    assert closing.is_alive() and not pair.draft.is_closed
+    latch.open()
+    proposing.result()
+    closing.result()
+    assert pair.draft.is_closed and pair.target.is_closed
+    for call in (step.verify, lambda: pair.spec.graph(1)):
+        with pytest.raises(ProgramError, match="this runtime is closed"):
+            call()
+
+
 def test_what_a_closed_speculation_had_goes_without_a_collection() -> None:
     def windows() -> int:
         links = (os.path.realpath(path) for path in Path("/proc/self/fd").iterdir())
@@ -312,6 +352,11 @@ def test_sizes_and_numbers_that_cannot_be_are_refused_under_pull_too() -> None:
         for size in (-1, True, 1.5):
             with pytest.raises(SpecError, match="give a whole number, 0 for a rank without requests"):
                 pair.spec.agree(size)  # type: ignore[arg-type]
+        with pytest.raises(SpecError, match="no speculative step fits 2x1"):
+            pair.spec.idle(2)
+        pair.spec.graph(1).verify()
+        with pytest.raises(ProgramError, match=r"idle\(\): speculative step 1x1 is open, and commit\(\) is due"):
+            pair.spec.idle()
     model = FoldModel([[300]], name="alone")
     with (
         compile_bytes(LocalGroup(1)[0], model) as target,

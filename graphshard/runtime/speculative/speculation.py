@@ -25,6 +25,7 @@ from graphshard.comm.group import Group
 from graphshard.core.errors import CommError, ProgramError, SpecError
 from graphshard.core.sequence import StepSequence
 from graphshard.core.specs import StepShape
+from graphshard.runtime.compute import refuse_inside_segment
 from graphshard.runtime.eager_step import EagerStep
 from graphshard.runtime.folding import RunMode
 from graphshard.runtime.graphs import StepGraph
@@ -256,6 +257,7 @@ class Speculation:
             CommError: ranks name different models. Other errors as in `Runtime.update`; where the draft's fails after
                 the target's, the target has its new weights.
         """
+        refuse_inside_segment("update")
         wanted = {"target": target, "draft": draft}
         given = {name: tensors for name, tensors in wanted.items() if tensors is not None}
         if self._group is not None:  # else Runtime.update says why a rank that came back has no part in this
@@ -274,6 +276,7 @@ class Speculation:
 
         Where one communicator is broken the other is broken off before either is waited for.
         """
+        refuse_inside_segment("close")
         with ExitStack() as stack:
             if self._group is not None:
                 stack.callback(self._group.close)
