@@ -267,7 +267,8 @@ def test_the_smallest_step_that_fits_is_chosen() -> None:
         ({"num_draft_replays": 0}, "num_draft_replays=0: a draft runs at least once a step"),
         ({"draft_tokens": [2, 0]}, r"draft_tokens=\[2, 0\]: one number above 0"),
         ({"draft_tokens": [1, 1], "num_draft_replays": 3}, r"draft_tokens=\[1, 1\] are not for num_draft_replays=3"),
-        ({"draft_tokens": [3]}, "no step shape of the target goes with drafts: not captured is draft 1x3"),
+        ({"draft_tokens": 2}, r"draft_tokens=2: give a number for each draft replay, as in \(2, 1, 1\)"),
+        ({"draft_tokens": [3]}, "not captured is draft 1x3; add them to capture_sizes where the models are compiled$"),
     ],
 )
 def test_settings_that_cannot_be(settings: dict[str, Any], text: str) -> None:
@@ -275,8 +276,19 @@ def test_settings_that_cannot_be(settings: dict[str, Any], text: str) -> None:
         graphshard.speculate(pair.target, pair.draft, **settings)
 
 
+def test_drafts_of_fewer_tokens_a_replay_are_hinted_at() -> None:
+    with (
+        Pair(LocalGroup(1)[0], "pull", sizes=[(1, 4)], draft_sizes=[(1, 2)], draft_tokens=[2]) as pair,
+        pytest.raises(SpecError, match=r"not captured is draft 1x4; .*; or give draft_tokens="),
+    ):
+        graphshard.speculate(pair.target, pair.draft)
+
+
 def test_runtimes_that_do_not_belong_together() -> None:
     with Pair(LocalGroup(1)[0], "pull") as pair:
+        for given in ((None, pair.draft), (pair.target, pair.draft.model)):
+            with pytest.raises(SpecError, match=r"is of type .*: give what graphshard\.compile returned"):
+                graphshard.speculate(*given)  # type: ignore[arg-type]
         with pytest.raises(SpecError, match="target and draft are one runtime"):
             graphshard.speculate(pair.target, pair.target)
         with pytest.raises(SpecError, match=r"draft_tokens=.* without a draft"):

@@ -38,10 +38,14 @@ def speculate(
         The speculation, which owns both runtimes from now on: its `close` closes them.
 
     Raises:
-        SpecError: no step shape of the target goes with step shapes of the draft, or settings contradict each other.
+        SpecError: no step shape of the target goes with step shapes of the draft, or settings contradict each other;
+            or this is not given runtimes, on the rank that does so.
         ProgramError: the verifier found that a sequence, or two that follow each other, would race.
         CommError: ranks differ, naming the first difference: the setting, or the op of the sequence. On every rank.
     """
+    for name, given in (("target", target), ("draft", draft)):
+        if not isinstance(given, Runtime) and not (name == "draft" and given is None):
+            raise SpecError(f"{name} is of type {type(given).__name__}: give what graphshard.compile returned")
     if isinstance(target.group, Newcomer):
         return Speculation(target, draft, _checked_tokens(draft, draft_tokens, num_draft_replays), run)
     group = whole_group(target)
@@ -68,6 +72,8 @@ def _checked_tokens(draft: Runtime | None, draft_tokens: Sequence[int] | None, n
         raise SpecError(f"num_draft_replays={num_draft_replays}: a draft runs at least once a step; or give draft=None")
     if draft_tokens is None:
         return [0] * num_draft_replays
+    if isinstance(draft_tokens, int):
+        raise SpecError(f"draft_tokens={draft_tokens}: give a number for each draft replay, as in (2, 1, 1)")
     if not draft_tokens or min(draft_tokens) < 1:
         raise SpecError(f"draft_tokens={list(draft_tokens)}: one number above 0 for each draft replay")
     if num_draft_replays not in (1, len(draft_tokens)):

@@ -66,9 +66,10 @@ def shapes_of(target: Runtime, draft: Runtime | None, draft_tokens: Sequence[int
             found.append(Shapes(shape, drafts))
     if not found:
         where = "captured" if run == "graph" else "in the plan"
+        otherwise = "; or give draft_tokens=, the tokens of each draft replay" if 0 in draft_tokens else ""
         raise SpecError(
             f"no step shape of the target goes with drafts: not {where} {'is' if len(missing) == 1 else 'are'} "
-            f"{', '.join(missing)}; add them to capture_sizes where the models are compiled"
+            f"{', '.join(missing)}; add them to capture_sizes where the models are compiled{otherwise}"
         )
     return tuple(found)
 

@@ -183,9 +183,9 @@ class Speculation:
     def idle(self, batch_size: int = 1, tokens_per_sequence: int = 1, *, skip: bool = False) -> None:
         """Take part in a step in which this rank has no requests.
 
-        Under pull nothing is done, at once. Under transport nccl all calls of a step are made on zeros, which are
-        written into the inputs in place: no memory is allocated. Caches are written as zeroed inputs say, so nothing of
-        value may lie there; a rank that keeps some makes the calls itself, on inputs that write elsewhere.
+        Under pull the call is checked, and nothing is done. Under transport nccl all calls of a step are made on zeros,
+        which are written into the inputs in place: no memory is allocated. Caches are written as zeroed inputs say, so
+        nothing of value may lie there; a rank that keeps some makes the calls itself, on inputs that write elsewhere.
 
         Args:
             batch_size: the agreed one where `needs_agreement`; else any that there is a step for.
@@ -201,10 +201,10 @@ class Speculation:
             SpecError: there is no such step.
             CommError: a peer did not come, or gave up.
         """
-        if not self.is_collective:
-            return
         step = self.graph(batch_size, tokens_per_sequence)
         self.order.check_closed("idle()")
+        if not self.is_collective:
+            return
         num_proposed = 0 if skip else step.num_draft_replays
         for piece in (*(step.draft(replay) for replay in range(num_proposed)), step.target):
             for tensor in piece.inputs.values():
