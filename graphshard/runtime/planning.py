@@ -11,6 +11,7 @@ from graphshard.comm.group import LONGEST_TIMEOUT_S, Group
 from graphshard.core.errors import LoadError, SpecError
 from graphshard.core.layout import build_layout
 from graphshard.core.plan import Plan
+from graphshard.core.slices import why_not_sliced
 from graphshard.core.specs import ModelSpec, StepShape
 from graphshard.cost.auto_plan import auto_plan, read_figures
 from graphshard.cost.hardware import HardwareSpec
@@ -50,7 +51,7 @@ def compile_request(model: ModelSpec, group: Group, agreed: Agreed, request: Pla
     Raises:
         SpecError: an unknown plan or option, or choices beside a finished plan.
         ProgramError: the verifier found a race.
-        LoadError: shard files have what stays whole in chunks.
+        LoadError: shard files have what stays whole in chunks, or no slices where some were asked for.
     """
     plan, choices = request.plan, dict(request.choices or {})
     if isinstance(plan, Plan):
@@ -67,15 +68,26 @@ def compile_request(model: ModelSpec, group: Group, agreed: Agreed, request: Pla
         made = auto_plan(model, group.world_size, device, figures, shapes, choices, request.defaults)
         saved = request.saved
         if saved is not None and not _PLACING & set(choices) and not saved.has_layout(build_layout(model, made)):
-            _refuse_saved(model, saved)
+            _refuse_saved(model, saved, made)
             as_saved = {"placed": saved.units, "alignment_bytes": saved.alignment_bytes}
             made = auto_plan(model, group.world_size, device, figures, shapes, choices | as_saved)
             made = replace(made, reasons=("units placed: as the shard files have them", *made.reasons))
     return compile_plan(model, made)
 
 
-def _refuse_saved(model: ModelSpec, saved: ShardManifest) -> None:
-    """LoadError if shard files have a weight in chunks that no plan may shard."""
+def _refuse_saved(model: ModelSpec, saved: ShardManifest, made: Plan) -> None:
+    """LoadError if shard files have a weight in chunks that no plan may shard, or lack slices that were asked for."""
+    in_slices = {unit.weights for unit in saved.units if unit.is_sliced}
+    sharded = {name for unit in saved.units for name in unit.weights}
+    for block in model.blocks if made.modes else ():
+        could_be = sharded.intersection(block.weights) and not why_not_sliced(
+            [model.weight(name) for name in block.weights], saved.world_size
+        )
+        if could_be and block.weights not in in_slices:
+            raise LoadError(
+                f"the shard files of {saved.model} do not have the weights of {block.name} in slices, and dual asks "
+                "for them: load the checkpoint with dual and save the shards again, or leave dual off"
+            )
     name = next((name for unit in saved.units for name in unit.weights if name in model.why_whole), None)
     if name is not None:
         raise LoadError(

@@ -132,10 +132,10 @@ def updates(group: Group, layers: Layers, transport: str) -> list[Any]:
         return found
 
 
-def save(group: Group, folder: Path, layers: Layers) -> list[str]:
+def save(group: Group, folder: Path, layers: Layers, dual: str = "gather") -> list[str]:
     """Save shards; the names of what lies in the folder."""
     model = SlicedModel(layers)
-    with compiled(group, model) as runtime:
+    with compiled(group, model, dual=dual) as runtime:
         runtime.save_shards(folder)
         group.barrier("saved")
     return sorted(path.name for path in folder.iterdir())

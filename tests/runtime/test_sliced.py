@@ -124,6 +124,14 @@ def test_files_of_slices_are_not_taken_for_flat_ones(tmp_path: Path) -> None:
         assert "unit 1 (0.mlp) lies in slices in the files, flat in the plan" in outcome.error
 
 
+def test_flat_files_are_not_taken_where_slices_are_asked_for(tmp_path: Path) -> None:
+    """They would be gathered at every step shape, and nobody asked for that."""
+    run_on_ranks(programs.save, 2, tmp_path / "2", LAYERS, "off")
+    for dual in ("gather", "tensor_parallel", "auto"):
+        for outcome in try_on_ranks(programs.load_saved, 2, tmp_path / "2", LAYERS, {"dual": dual}):
+            assert "do not have the weights of 0.mlp in slices, and dual asks for them" in outcome.error
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("transport", ["pull", "nccl"])
 def test_updates_reach_steps_of_both_modes(transport: str, mode: str) -> None:
