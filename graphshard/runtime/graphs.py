@@ -153,8 +153,9 @@ class StepGraph:
         captured = self._open()
         if self._runtime.needs_all_ranks(self.shape) and not self._is_alike:
             raise ProgramError(
-                f"step shape {self.shape}: its gathers, or blocks, need all ranks, and nobody watches what a server "
-                "replays from C; if all ranks replay it alike, say so by promise_alike(), else use transport pull"
+                f"step shape {self.shape}: its {_needing(captured.bound)} need all ranks, and nobody watches what a "
+                "server replays from C; if all ranks replay it alike, say so by promise_alike(), else use transport "
+                "pull, and blocks that are gathered"
             )
         if self._embedded is None:
             self._embedded = self._runtime.embed(self.shape, captured, self.inputs, self.outputs)
@@ -225,3 +226,7 @@ class StepGraph:
         if self._embedded is None or self._embedded.num_references == 1:
             captured.close()
         self._embedded = None
+
+
+def _needing(bound: BoundProgram) -> str:
+    return "gathers" if bound.is_collective else "tensor-parallel blocks"
