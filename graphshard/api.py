@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from graphshard.comm.group import Group
-from graphshard.core.errors import DeviceError
+from graphshard.core.errors import DeviceError, SpecError
 from graphshard.core.patterns import patterns_of
 from graphshard.core.specs import StepShape
 from graphshard.device import Device, open_device
@@ -69,6 +69,7 @@ def compile(  # the field's verb, as in torch.compile; always used as graphshard
         hooks: what tests insert into bound lists.
         progress: gathers of transport nccl write how far they are: a timeout names the unit, and who is behind.
         borrow: the runtime that has the weights that `model` borrows (`ModelSpec.borrowed`), resident; closed later.
+            Of no effect on a model that borrows none.
         choices: what "auto" is not to choose: units, prefetch_depth, transport, dual, tune, ... (`make_plan`).
 
     Raises:
@@ -207,6 +208,8 @@ def _plan(
 ) -> tuple[Compiled, Borrowed]:
     """What is decided before anything is reserved, and what lies in a lender's memory on the device already."""
     spec = model.spec()
+    if lender is not None and not isinstance(lender, Runtime):
+        raise SpecError(f"borrow= is of type {type(lender).__name__}: give what graphshard.compile returned")
     return compile_request(spec, group, agreed, asked), borrow_weights(spec, lender, device)
 
 

@@ -43,7 +43,8 @@ def draft_request(function: Decorated) -> Decorated:
         click.option(
             "--draft-layers",
             type=LAYERS,
-            help="A speculative step: the draft is the model's first layers, its first gathers are outside.",
+            help="A speculative step: the draft is the model's first layers, its first gathers are outside. "
+            "Without: no draft.",
         ),
         click.option(
             "--num-draft-replays", type=REPLAYS, default=1, show_default=True, help="Runs of the draft in a step."

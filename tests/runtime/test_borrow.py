@@ -146,6 +146,8 @@ def test_what_cannot_be_borrowed_is_refused_by_name() -> None:
     target = LendingModel()
     draft = DraftModel(target)
     assert "model draft borrows embed: give the runtime that has them" in refused(draft, None)
+    model = cast("Runtime", target)
+    assert "borrow= is of type LendingModel: give what graphshard.compile returned" in refused(draft, model)
     with compiled(group, target, outside_layers=True) as lender:
         text = refused(draft, lender)
         assert "borrows embed, which target shards (unit 0, embed): what is lent stays whole" in text
