@@ -30,7 +30,7 @@ def serve(spec: graphshard.Speculation, length: int, guesses: bool) -> tuple[lis
         step.target.inputs["positions"].copy_(torch.tensor([[len(text) - 1, len(text)]]))
         step.verify()
         token, behind = step.target.outputs["logits"][0].argmax(-1).tolist()
-        step.commit()  # a model with states is told before how many tokens count: its input `accepted`
+        step.commit()  # a target with states: write its input `accepted` first, in every step
         text += [token, behind] if guesses and guess == token else [token]
         num_steps += 1
     return text[:length], num_steps
