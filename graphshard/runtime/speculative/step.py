@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 class SpeculativeStep:
     """The step of one batch size. Made by `Speculation.graph`; all tensors are static, and may be kept.
 
+    Steps of other sizes have theirs in the same memory, as the draft's replays have.
+
         step.draft().inputs["tokens"].copy_(block);  step.propose()
         step.target.inputs["tokens"].copy_(...);     step.verify()
         step.target.inputs["accepted"].copy_(...);   step.commit()
@@ -53,7 +55,9 @@ class SpeculativeStep:
         return self._speculation.piece(self._speculation.target, self.shapes.target)
 
     def draft(self, replay: int = 0) -> Piece:
-        """The draft's replay number `replay`: `inputs` and `outputs` by name. Replays of one shape share their tensors.
+        """The draft's replay number `replay`: `inputs` and `outputs` by name.
+
+        They lie in one memory for all replays and step shapes: write those of a replay once the one before was read.
 
         Raises:
             ProgramError: there is no such replay.
