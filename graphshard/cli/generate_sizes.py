@@ -53,10 +53,10 @@ def sizes_of(
             raise SpecError(f"prompt {index} ({texts[index]!r}) has no token: write something")
     needed = needed_positions(prompts, num_tokens, block)
     if needed > config.max_positions:
-        blocks = f", by blocks of {block}," if block else ""
+        blocks, smaller = (f", by blocks of {block},", " or a smaller --block") if block else ("", "")
         raise SpecError(
             f"a prompt of {max(map(len, prompts))} tokens and {num_tokens} more{blocks} need {needed} positions, the "
-            f"model has {config.max_positions}: use fewer --tokens"
+            f"model has {config.max_positions}: use fewer --tokens{smaller}"
         )
     length = min(config.max_positions, -(-needed // CACHE_STEP) * CACHE_STEP)
     most = -(-len(prompts) // world_size)

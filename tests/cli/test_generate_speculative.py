@@ -198,7 +198,8 @@ def test_the_command_decodes_a_kimi_k3_with_a_random_draft(folders: dict[str, Pa
         (["--speculative", "--block", "1"], "1 is not in the range x>=2"),
         (["--speculative", "--draft-layers", "3"], "a draft of 3 layers of a model of 3: that would be the model"),
         (["--speculative", "--draft", "/nowhere"], "/nowhere"),
-        (["--speculative", "--tokens", "2040"], "by blocks of 4, need 2056 positions, the model has 2048"),
+        (["--speculative", "--tokens", "2040"], "by blocks of 4, need 2056 positions, the model has 2048: use"),
+        (["--speculative", "--block", "9999"], "the model has 2048: use fewer --tokens or a smaller --block"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
