@@ -7,6 +7,7 @@ must find the right unit there, whole.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from graphshard.core.lowering import Compute, CopyRun, Lowered, Record, Wait, lower, lower_gathers
@@ -80,7 +81,7 @@ def check_replays(
     """Emit, lower and judge `times` replays in a row, primed as the runtime does it; gives the program back."""
     program = emit(model, plan)
     lowered = lower(program, plan.world_size, num_copy_streams, own)
-    check_segments(model, plan, lowered)
+    check_segments(model, plan, lowered, program.entry)
     judge = Judge(plan.num_slots)
     for time in range(times):
         held = [slot.unit for slot in judge.slots]
@@ -96,8 +97,11 @@ def check_replays(
     return program
 
 
-def check_segments(model: ModelSpec, plan: Plan, lowered: Lowered) -> None:
-    """Every segment runs once, in order, and every sharded weight that it reads is read in its residency's slot."""
+def check_segments(model: ModelSpec, plan: Plan, lowered: Lowered, held: Sequence[int | None]) -> None:
+    """Every segment runs once, in order, and every sharded weight that it reads is read in its residency's slot.
+
+    A unit that is held twice when the step begins may be read in the slot of its later residency: it is there too.
+    """
     unit_of = {decision.weight: decision.unit for decision in plan.decisions}
     reached = 0
     for op in lowered.ops:
@@ -107,8 +111,10 @@ def check_segments(model: ModelSpec, plan: Plan, lowered: Lowered) -> None:
             for index in range(op.begin, op.end):
                 for name in model.segments[index].reads:
                     unit = unit_of[name]
-                    stays = [s for s in plan.residencies if s.unit == unit and s.begin <= index < s.end]
-                    assert unit is None or (unit, stays[0].slot) in op.reads
+                    stays = [stay for stay in plan.residencies if stay.unit == unit and index < stay.end]
+                    slots = [stay.slot for stay in stays if stay.begin <= index]
+                    slots += [stay.slot for stay in stays if held[stay.slot] == unit and slots]
+                    assert unit is None or {(unit, slot) for slot in slots} & set(op.reads)
     assert reached == len(model.segments)
 
 

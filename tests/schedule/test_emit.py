@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from replays import HOST, check_replays, layered, random_model
 
@@ -75,6 +75,16 @@ def test_embedding_and_head_are_neighbours_without_sharing_a_slot(num_layers: in
     everything=st.booleans(),
     num_copy_streams=st.integers(1, 3),
     own=st.booleans(),
+)
+@example(  # unit 0 is held in two slots when the step begins
+    seed=14473,
+    units="layer",
+    depth=4,
+    head="outside",
+    more_slots=0,
+    everything=True,
+    num_copy_streams=1,
+    own=False,
 )
 def test_any_model_under_any_plan(
     seed: int, units: str, depth: int, head: str, more_slots: int, everything: bool, num_copy_streams: int, own: bool
