@@ -68,8 +68,7 @@ def compile(  # the field's verb, as in torch.compile; always used as graphshard
         timeout_s: the longest that the host waits for anything.
         hooks: what tests insert into bound lists.
         progress: gathers of transport nccl write how far they are: a timeout names the unit, and who is behind.
-        borrow: the runtime that has the weights that `model` borrows (`ModelSpec.borrowed`), resident; closed later.
-            Of no effect on a model that borrows none.
+        borrow: the runtime that has what `model` borrows (`ModelSpec.borrowed`, if anything), resident; closed later.
         choices: what "auto" is not to choose: units, prefetch_depth, transport, dual, tune, ... (`make_plan`).
 
     Raises:
