@@ -144,6 +144,23 @@ def agree_late(group: Group, transport: str) -> str:
         return told
 
 
+def step_alone(group: Group) -> list[str]:
+    """Rank 1 does not come to a step; rank 0 begins another, in which nothing is due."""
+    told = []
+    with Pair(group, "nccl", run="eager", timeout_s=1.0) as pair:
+        for _ in range(2 if group.rank == 0 else 0):
+            with pytest.raises(CommError) as caught:
+                pair.step()
+            told.append(str(caught.value))
+        group.barrier("done", timeout_s=SOON_S)
+    return told
+
+
+def test_a_step_after_one_that_peers_did_not_come_to_says_so() -> None:
+    (first, second), _ = run_on_ranks(step_alone, 2)
+    assert first == second and "rank 1" in first
+
+
 def test_agree_is_bounded_and_names_who_did_not_come() -> None:
     text, _ = run_on_ranks(agree_late, 2, "nccl")
     assert "batch size" in text and "rank 1" in text

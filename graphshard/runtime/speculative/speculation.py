@@ -321,7 +321,12 @@ class Speculation:
     @contextmanager
     def calling(self, call: str, step: SpeculativeStep) -> Iterator[None]:
         """`call` of `step`, if it is due. Where one model's gathers cannot go on, the other's do not either."""
-        self.order.begin(call, step)
+        try:
+            self.order.begin(call, step)
+        except ProgramError as error:  # of a step that a break left open: say what broke
+            if (broken := self._break_all()) is not None:
+                raise CommError(broken) from error
+            raise
         try:
             with self._in_step():
                 yield
@@ -339,11 +344,12 @@ class Speculation:
             self._break_all()
             raise
 
-    def _break_all(self) -> None:
+    def _break_all(self) -> str | None:
         broken = next((runtime.broken for runtime in self._runtimes if runtime.broken is not None), None)
         if broken is not None:
             for runtime in self._runtimes:
                 runtime.give_up(CommError(broken), "its part of a speculative step")
+        return broken
 
     def _check_update(
         self, given: Mapping[str, Tensors], only: str | Iterable[str] | None, keep: str | Iterable[str]
