@@ -31,8 +31,8 @@ EMPTY_LAYERS = 16
 """Blocks that compute almost nothing, so that their steps take as long as their exchanges."""
 EMPTY_HIDDEN_PER_RANK, EMPTY_FEATURES_PER_RANK = 32, 16
 NUM_STEPS = 9
-TUNE_STEPS = 9
-"""Counted steps of a mode on which the choice rests."""
+TUNE_STEPS, FEW_TOKENS = 30, 64
+"""Counted steps of a mode on which the choice rests, where a rank has so few tokens; half of them where it has more."""
 CHOICES: dict[str, dict[str, Any]] = {
     "replicated": {"plan": "replicated"},
     "gather": {"dual": "gather", "min_shard_bytes": 0},
@@ -95,18 +95,23 @@ class _Field:
         return self._compile(self.model, self.weights, tokens, choices)
 
     def tuned(self, path: Path) -> Tuned:
-        """What `graphshard tune` would find of this model: both modes, in turns of their own."""
-        request = TuneRequest(
-            path, tuple(self._request.tokens), TUNE_STEPS, self._request.num_layers, self._request.transport,
-            "host", "host", {}, {},
-        )  # fmt: skip
+        """What `graphshard tune` would find of this model: both modes, in turns of their own, into the file `path`."""
 
         def build(model: SegmentedModel, mode: Mode, tokens: Sequence[int]) -> Runtime:
             names = {weight.name for weight in model.spec().weights}
             weights = {name: weight for name, weight in self.weights.items() if name in names}
             return self._compile(model, weights, tokens, CHOICES[mode])
 
-        return tune(self._group, self.model, build, request, lambda done, total: None)
+        few = [tokens for tokens in self._request.tokens if tokens <= FEW_TOKENS]
+        many = [tokens for tokens in self._request.tokens if tokens > FEW_TOKENS]
+        for tokens, num_steps in ((few, TUNE_STEPS), (many, TUNE_STEPS // 2)):  # short steps vary more
+            if tokens:
+                request = TuneRequest(
+                    path, tuple(tokens), num_steps, self._request.num_layers, self._request.transport,
+                    "host", "host", {}, {},
+                )  # fmt: skip
+                tuned = tune(self._group, self.model, build, request, lambda done, total: None)
+        return tuned
 
     def exchange_us(self) -> float:
         """Of a block: its tokens gathered and its results brought back, over what a step without takes."""
