@@ -68,11 +68,6 @@ class ActivationMemory:
                 self._bytes[name], rest = rest[: self._areas[name]], rest[self._areas[name] :]
 
     @property
-    def num_bytes(self) -> int:
-        """All of it."""
-        return self.staging.num_bytes + self.private.num_bytes
-
-    @property
     def places(self) -> tuple[ActPlace, ...]:
         """Of all blocks at all step shapes."""
         return tuple(self.place(shape, block) for shape, block in self._blocks)
@@ -114,6 +109,7 @@ class ActivationMemory:
         for name, memory in (("tp.staging", self.staging), ("tp.private", self.private)):
             yield BufferRow(name, "memory", memory.address, memory.num_bytes)
 
+    @torch.inference_mode(False)  # a view made in that mode could not be written outside of it
     def _view(self, sizes: _Sizes, name: str) -> Tensor:
         count = sizes.num_bytes(name)
         return self._bytes[name][:count].view(torch_dtype(sizes.spec.dtype)).view(sizes.shape(name))

@@ -219,3 +219,14 @@ def replay_from_c(group: Group, transport: str) -> list[str]:
         group.barrier()
         step.release()
     return wrong
+
+
+def built_in_inference_mode(group: Group) -> list[str]:
+    """The runtime is made in a mode of torch's in which it is not stepped."""
+    model = BlockModel()
+    with torch.inference_mode():
+        runtime = compiled(group, model, "pull", capture_sizes=[1])
+    with runtime:
+        wrong = [step_wrong(runtime, model, StepShape(1), number, run) for number, run in enumerate(("eager", "graph"))]
+        group.barrier()
+    return [text for text in wrong if text]

@@ -11,6 +11,7 @@ from census import no_growth
 from joint_faults import come_back, fail_in_compute, lose_a_rank, refusals, skip_a_step, unlike_shapes
 from joint_programs import (
     all_steps,
+    built_in_inference_mode,
     capture_again,
     in_turn,
     look_at_graphs,
@@ -165,3 +166,7 @@ def test_a_rank_that_died_is_told_why_it_cannot_come_back() -> None:
 
 def test_a_server_may_replay_them_from_c(transport: str) -> None:
     assert run_on_ranks(replay_from_c, 2, transport) == [[], []]
+
+
+def test_a_runtime_that_was_made_in_inference_mode() -> None:
+    assert run_on_ranks(built_in_inference_mode, 2) == [[], []]
