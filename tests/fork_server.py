@@ -65,7 +65,9 @@ class Forked:
 
     def wait(self, timeout: float | None = None) -> int:
         if self.poll() is None:
-            select.select([self._pidfd], [], [], timeout)
+            ended = select.poll()  # select() takes no descriptor beyond 1023
+            ended.register(self._pidfd, select.POLLIN)
+            ended.poll(None if timeout is None else timeout * 1e3)
         code = self.poll()
         if code is None:
             raise subprocess.TimeoutExpired([str(self.pid)], timeout or 0.0)
