@@ -95,7 +95,7 @@ EXIT = """
     from byte_steps import compile_bytes, wrong_after
     from fault_tools import Latch, gemms_of, InThread
     from ranks import run_on_ranks
-    from test_faults_nccl_ends import opened
+    from test_nccl_ends import opened
     from graphshard.core.errors import CommError
 
     (first, _), (second, _) = run_on_ranks(opened, 2, sys.argv[1])
