@@ -12,7 +12,9 @@ and where that is issued is what settings differ in, beside the draft's stream:
 All settings do the same work in a step. They take turns within one run, with the fold and the gathers alone. Times are
 those of events on the streams: each stream's worker notes when it comes to one. The fold is a capture of its own with
 an event on either side of its segment, so launching it is not in its time; the gather's first event stands right before
-its copies.
+its copies. Fold and gathers are handed over first and begin together, at a word that stands for the end of
+verification: as where the host runs ahead of its device. Calls of this driver end when their work has; a gather that
+`verify` launches begins by so much earlier than a fold that the host launches later, and is hidden by the host's work.
 """
 
 from __future__ import annotations
@@ -179,14 +181,25 @@ class SpeculativeRig:
         return {TARGET: TimedPrefetch(self.target), DRAFT: TimedPrefetch(self.drafts[setting])}
 
     def issue(self, setting: str, replays: Mapping[str, Callable[[], None]], prefetches: Prefetches) -> None:
-        """One step by the sequence of `setting`; a graph's own run waits for what was gathered for it."""
-        for op in self.sequences[setting].ops:
-            if isinstance(op, Replay):
-                replays[op.graph]()
-            elif isinstance(op, PrefetchLaunch):
-                prefetches[op.graph].issue(SHAPE)
-            elif isinstance(op, Fold):
-                self.fold.run()
+        """One step by the sequence of `setting`; a graph's own run waits for what was gathered for it.
+
+        What follows the last replay stands behind one word, which is the end of verification to all streams at once;
+        not under nccl, where the host waits for the last gather before it issues the next one outside a graph.
+        """
+        ops, is_held = self.sequences[setting].ops, self.request.transport == "pull"
+        verified = 1 + max(index for index, op in enumerate(ops) if isinstance(op, Replay))
+        try:
+            for index, op in enumerate(ops):
+                if isinstance(op, Replay):
+                    replays[op.graph]()
+                elif isinstance(op, PrefetchLaunch):
+                    prefetches[op.graph].issue(SHAPE, self._go if is_held and index >= verified else None)
+                elif isinstance(op, Fold):
+                    self.fold.run(on_launch=lambda: self._go.store(1))
+                if is_held and index + 1 == verified:
+                    self._go.store(0)
+        finally:
+            self._go.store(1)
 
     def step(self, setting: str) -> Overlap:
         """One step, up to the end of all that it launched."""

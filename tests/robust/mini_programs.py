@@ -44,7 +44,11 @@ def serve(group: Group, folder: str) -> dict[str, Any]:
     before = held()
     tell(folder, "ready")
     stopping = Stopping(folder)
-    while not stopping.is_due(mini.admit):
+
+    def knows_all() -> bool:
+        return all(mini.control.state(peer) != "dead" for peer in range(group.world_size))
+
+    while not stopping.is_due(mini.admit, knows_all):
         for admitted in mini.admit():
             tell(folder, f"admitted {admitted} {mini.control.pages[admitted].pid}")
         mini.step()

@@ -48,9 +48,9 @@ class Signs:
         new.write_text(text)
         new.rename(self.folder / what)
 
-    def stop(self, ranks: Collection[int]) -> None:
-        """End all `ranks`, see `Stopping`."""
-        self.order("settle")
+    def stop(self, ranks: Collection[int], *, all_live: bool = False) -> None:
+        """End all `ranks`, see `Stopping`. `all_live`: none is dead, so each waits until it has heard of all."""
+        self.order("settle", "all live" if all_live else "")
         self.wait_for("settled", ranks)
         self.order("stop")
 
@@ -93,10 +93,12 @@ class Stopping:
     def __init__(self, folder: str) -> None:
         self._folder, self._is_settled = folder, False
 
-    def is_due(self, settle: Callable[[], object]) -> bool:
-        """Whether it is time to end; `settle` is called once before."""
+    def is_due(self, settle: Callable[[], object], knows_all: Callable[[], bool] = lambda: True) -> bool:
+        """Whether it is time to end; `settle` is called once before, where all live until `knows_all`."""
         if not self._is_settled and is_ordered(self._folder, "settle"):
             settle()
+            if (Path(self._folder) / "settle").read_text() == "all live" and not knows_all():
+                return False  # who came back has knocked, and is heard in a moment
             self._is_settled = True
             tell(self._folder, "settled")
         return is_ordered(self._folder, "stop")

@@ -5,10 +5,11 @@ Times are those at which the streams' own workers came to the events, not when t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from graphshard._core import DriverError, Event
+from graphshard._core import DriverError, Event, Word
 from graphshard.core.errors import CommError, DeviceError, SpecError
 from graphshard.core.specs import StepShape
 from graphshard.runtime.graphs import HostCaptured
@@ -26,8 +27,8 @@ class TimedPrefetch:
         self._stream = runtime._streams["prefetch"]
         self.begun, self.ended = Event(runtime.driver, timing=True), Event(runtime.driver, timing=True)
 
-    def issue(self, shape: StepShape) -> None:
-        """Gather what the next step of `shape` expects; as `Runtime.prefetch`.
+    def issue(self, shape: StepShape, behind: Word | None = None) -> None:
+        """Gather what the next step of `shape` expects; as `Runtime.prefetch`. With `behind` when that word is 1.
 
         The first event comes right before the gathers, when peers have been told: what the host does before is not
         in the time. Where there is nothing to gather no event is recorded, and an earlier one stays.
@@ -39,6 +40,8 @@ class TimedPrefetch:
         def begin(units: Sequence[int]) -> None:
             before(units)
             issued.extend(units)
+            if behind is not None:
+                stream.wait_value(behind.address, 1)
             stream.record(self.begun)
 
         slots._before_gathers = begin
@@ -57,11 +60,23 @@ class TimedPrefetch:
             )
 
 
+@dataclass(frozen=True)
+class _Told(HostCaptured):
+    """Tells somebody of each launch."""
+
+    on_launch: Callable[[], None]
+
+    def launch(self) -> None:
+        """See `Captured`."""
+        super().launch()
+        self.on_launch()
+
+
 class TimedFold:
     """A step shape's fold, captured once more with an event before it and one behind.
 
-    Its runtime must have been built with `Hooks.fold_stall` on a word that holds 1: behind the wait for it, which
-    takes no time, stands the first event.
+    Its runtime must have been built with `Hooks.fold_stall`: the first event stands behind the wait for that word, so
+    where the fold's stream stands still for it, that is not in its time.
     """
 
     def __init__(self, runtime: Runtime, shape: StepShape) -> None:
@@ -88,11 +103,11 @@ class TimedFold:
                 raise DeviceError(f"the timed fold of step shape {shape} cannot be captured: {error}") from error
         self._captured = HostCaptured(graph, graph.instantiate(runtime.plan.executor), bound, calls)
 
-    def run(self) -> None:
-        """As `Runtime.fold`."""
-        folds, shape = self._runtime._open_folds(), self._shape
+    def run(self, on_launch: Callable[[], None] = lambda: None) -> None:
+        """As `Runtime.fold`; `on_launch` is called when it was handed to the driver, before its end is waited for."""
+        folds, shape, captured = self._runtime._open_folds(), self._shape, self._captured
         own = folds.captured.get(shape)
-        folds.captured[shape] = self._captured
+        folds.captured[shape] = _Told(captured.graph, captured.exec, captured.bound, captured.calls, on_launch)
         try:
             self._runtime.fold(shape.batch_size, shape.tokens_per_sequence)
         finally:
