@@ -249,6 +249,7 @@ def test_captures_leave_caches_and_share_the_pool() -> None:
         assert rank.torch_cuda.log.count("reset") == 2
         runtime.capture()
         runtime.fold(1)
+        runtime.synchronize()
         assert torch.equal(rank.state(), rank.folded(2) + 3)
 
 
