@@ -20,10 +20,13 @@ LIVE, CLOSED, DEAD = 1, 2, 3
 class ControlTable:
     """The control pages of all ranks, by rank. They stay mapped when their ranks are gone."""
 
-    def __init__(self, group: Group, pages: tuple[ControlPage, ...]) -> None:
+    def __init__(
+        self, group: Group, pages: tuple[ControlPage, ...], processes: Sequence[ProcessId] | None = None
+    ) -> None:
+        """`processes` by rank; None: the group's."""
         self.pages = pages
         self._rank = group.rank
-        self._processes = group.processes
+        self._processes = tuple(group.processes if processes is None else processes)
 
     @staticmethod
     def exchange(group: Group, digest: bytes) -> ControlTable:
@@ -53,10 +56,14 @@ class ControlTable:
         return ControlTable(group, pages)
 
     @staticmethod
-    def join(group: Group, digest: bytes, pages: Sequence[ControlPage]) -> ControlTable:
-        """Make the page of a rank that came back, beside the others' `pages` (its own entry is ignored). Local."""
-        mine = _new_page(digest)
-        return ControlTable(group, tuple(mine if rank == group.rank else page for rank, page in enumerate(pages)))
+    def join(group: Group, digest: bytes, peers: Sequence[tuple[ProcessId, ControlPage]]) -> ControlTable:
+        """Make the page of a rank that came back, beside the `peers`' by rank (its own entry is ignored). Local.
+
+        A peer's process goes with its page: since `group` was made it may have come back itself.
+        """
+        processes, pages = ([*column] for column in zip(*peers, strict=True))
+        processes[group.rank], pages[group.rank] = group.processes[group.rank], _new_page(digest)
+        return ControlTable(group, tuple(pages), processes)
 
     def replace(self, rank: int, page: ControlPage, process: ProcessId) -> None:
         """Rank `rank` came back as `process`."""

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
 
+from graphshard._core import ControlPage
 from graphshard.comm.certificate import Certificate, compare
 from graphshard.comm.doorkeeper import Doorkeeper
 from graphshard.comm.doors import HELLO, HERE, Door, RankRecord, close_fds, find_doors, group_key
@@ -42,6 +43,11 @@ class Welcome:
     records: list[RankRecord]
     epoch: int
     """Of the weights, on the rank that answered."""
+
+    @property
+    def peers(self) -> list[tuple[ProcessId, ControlPage]]:
+        """Every rank's process and control page, this one's from before."""
+        return [(record.process, record.page) for record in self.records]
 
     def check_certificate(self, certificate: Certificate) -> None:
         """CommError naming the first difference from the ranks that live."""

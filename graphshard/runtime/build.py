@@ -216,7 +216,7 @@ def _fill(
         peers = None
     else:
         welcome.check_checksums(checksums)
-        control = ControlTable.join(group, digest, [record.page for record in welcome.records])
+        control = ControlTable.join(group, digest, welcome.peers)
         control.mine.set_epoch(welcome.epoch)
         peers = welcome.records
     transport = opening.connect(layout, memory.shards, memory.slots, checksums, peers)

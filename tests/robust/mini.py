@@ -62,7 +62,7 @@ class Mini:
         checksums = group.agree("load", lambda: self._load(at))
         if welcome is not None:
             welcome.check_checksums(checksums)
-            self.control = ControlTable.join(group, bytes(32), [record.page for record in welcome.records])
+            self.control = ControlTable.join(group, bytes(32), welcome.peers)
         else:
             self.control = ControlTable.exchange(group, bytes(32))
         peers = None if welcome is None else welcome.records

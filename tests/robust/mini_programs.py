@@ -9,7 +9,7 @@ import threading
 from typing import Any
 
 from mini import TIMEOUT_S, Mini, held
-from signs import Stopping, take_order, tell
+from signs import Stopping, is_ordered, take_order, tell, until
 
 from graphshard._core import Calls, CaptureLock, Memory, OpList, Stream, Word
 from graphshard.comm import rejoin, rendezvous
@@ -31,9 +31,13 @@ def die() -> None:
 def serve(group: Group, folder: str) -> dict[str, Any]:
     """Step until told to stop; take in who comes back; die when the order for this rank says so.
 
-    Orders: `die.RANK` holds the point at which the next process of this rank kills itself; `stop` ends all.
+    Orders: `die.RANK` holds the point at which the next process of this rank kills itself; one for which there is a
+    `hold.RANK` stops between its group and all else until `go.RANK`; `stop` ends all.
     """
     rank = group.rank
+    if is_ordered(folder, f"hold.{rank}"):
+        tell(folder, "held")
+        until(lambda: is_ordered(folder, f"go.{rank}"), f"go.{rank}")
     point = take_order(folder, f"die.{rank}")
     if point == "told one":
         _die_after_one_announcement()

@@ -78,15 +78,29 @@ def test_a_rank_comes_back_twice_and_rank_0_too(tmp_path: Path) -> None:
         assert all("dead" not in told["states"] for told in run.stop(all_live=True))
 
 
-def test_two_ranks_die_at_once_and_both_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_ranks_die_at_once_and_both_come_back(tmp_path: Path) -> None:
     """Each meets the other, whichever is first."""
-    monkeypatch.setenv("PYTHONHASHSEED", "random")  # started, not forked: forked at one moment, one may miss the other
     with job(tmp_path, 4) as run:
         run.kill(1, 2)
         pids = {rank: run.restart(rank) for rank in (1, 2)}
         assert run.signs.wait_for("ready", pids) == pids
         for rank, pid in pids.items():
             run.await_admission(rank, pid, [0, 3])
+        assert all("dead" not in told["states"] for told in run.stop(all_live=True))
+
+
+def test_a_rank_that_comes_back_meets_one_that_did_since_its_group_was_made(tmp_path: Path) -> None:
+    with job(tmp_path) as run:
+        run.kill(1, 2)
+        run.signs.order("hold.2")
+        second = run.restart(2)
+        run.signs.wait_for("held", [2])
+        first = run.restart(1)
+        run.signs.wait_for("ready", [1])
+        run.await_admission(1, first, [0])
+        run.signs.order("go.2")
+        run.signs.wait_for("ready", [2])
+        run.await_admission(2, second, [0, 1])
         assert all("dead" not in told["states"] for told in run.stop(all_live=True))
 
 
