@@ -9,6 +9,9 @@ and where that is issued is what settings differ in, beside the draft's stream:
               the memory with it (three threads of a rank, where `own` and `shared` have two)
     shared    when verification ends, right before the draft's gather, which is on the same stream and queues behind it
 
+`graphshard.speculate` gathers a target's first unit right before its replay, where that is outside at all: to begin it
+under the draft's graph is the measurement's own, so that the draft's gather has the fold for itself.
+
 All settings do the same work in a step. They take turns within one run, with the fold and the gathers alone. Times are
 those of events on the streams: each stream's worker notes when it comes to one. The fold is a capture of its own with
 an event on either side of its segment, so launching it is not in its time; the gather's first event stands right before

@@ -135,7 +135,8 @@ def _before(path: Path) -> Tuned | None:
 def _told_by_first(group: Group, tuned: Tuned) -> Tuned:
     """Rank 0's: it is the one that writes, and all must measure the same."""
     told = group.all_gather(tune_content(tuned), name="measurements so far")
-    return parse_tuned(told[0][0])
+    first: Any = told[0][0]
+    return parse_tuned(first)
 
 
 def _check_same(asked: Tuned, before: Tuned, path: Path) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from graphshard.core.errors import SpecError
+from graphshard.core.json_file import load_json_object
 from graphshard.cost.hardware import HardwareKind, HardwareSpec, Link, Measured, MeasuredWhat
 from graphshard.cost.published import PUBLISHED, hardware
 
@@ -57,20 +58,7 @@ def load_hardware(path: str | Path) -> HardwareSpec:
     Raises:
         SpecError: naming the file, the key, what was found there and what is expected.
     """
-    try:
-        content = json.loads(Path(path).read_text())
-    except OSError as error:
-        raise SpecError(f"cannot read the hardware file {path}: {error.strerror or error}") from None
-    except ValueError as error:
-        raise SpecError(f"the hardware file {path} is not JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise SpecError(
-            f"the hardware file {path} holds a {type(content).__name__}, not an object with a machine's fields"
-        )
-    try:
-        return parse_hardware(content)
-    except SpecError as error:
-        raise SpecError(f"the hardware file {path}: {error}") from None
+    return load_json_object(path, "hardware file", parse_hardware)
 
 
 def parse_hardware(content: dict[str, Any]) -> HardwareSpec:

@@ -15,8 +15,6 @@ from graphshard.core.sizes import dtype_bits
 MODEL_TYPES = ("llama", "mistral")
 ROPE_TYPES = ("default", "linear", "llama3")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-DEFAULT_CACHE_LENGTH = 64
-"""Positions of a cache, if nobody says."""
 MAX_LAYERS = 10_000
 """More is a mistake in the file: each layer is seven segments."""
 

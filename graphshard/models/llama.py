@@ -25,11 +25,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from graphshard.core.errors import SpecError
 from graphshard.core.specs import BufferRole, BufferSpec, ModelSpec, SegmentSpec, StepShape, WeightSpec
 from graphshard.load.recipe import Read, Recipe, Transpose
 from graphshard.models.blocks import MlpBlock, add_product
-from graphshard.models.config import DEFAULT_CACHE_LENGTH, LlamaConfig, load_llama_config
+from graphshard.models.caches import DEFAULT_CACHE_LENGTH, check_caches, check_fits
+from graphshard.models.config import LlamaConfig, load_llama_config
 from graphshard.models.rope import rotate_, rotations
 from graphshard.models.taps import check_taps, tapped, taps_buffer
 from graphshard.runtime.model import Block, Segment, StepState
@@ -56,12 +56,7 @@ class Llama:
         Raises:
             SpecError: `cache_length` or `max_batch_size` is out of range, or a tap is no layer.
         """
-        if not 1 <= cache_length <= config.max_positions:
-            raise SpecError(
-                f"llama: cache_length {cache_length} is not within 1 and the model's {config.max_positions} positions"
-            )
-        if max_batch_size < 1:
-            raise SpecError(f"llama: max_batch_size is {max_batch_size}, must be at least 1")
+        check_caches("llama", max_batch_size, cache_length, config.max_positions)
         check_taps("llama", taps, config.num_layers)
         self.config = config
         self.max_batch_size = max_batch_size
@@ -114,11 +109,7 @@ class Llama:
             SpecError: `shape` does not fit the caches.
         """
         batch, t, c = shape.batch_size, shape.tokens_per_sequence, self.config
-        if batch > self.max_batch_size or t > self.cache_length:
-            raise SpecError(
-                f"llama: step shape {shape} does not fit {self.max_batch_size} sequences of {self.cache_length} "
-                "positions; make the model with a larger max_batch_size or cache_length"
-            )
+        check_fits("llama", shape, self.max_batch_size, self.cache_length)
         n, group = batch * t, c.num_heads // c.num_kv_heads
 
         def activation(name: str, *size: int) -> BufferSpec:

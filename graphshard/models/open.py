@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from graphshard.load.checkpoint import Checkpoint
 from graphshard.load.recipe import Recipe
-from graphshard.models.config import DEFAULT_CACHE_LENGTH, MODEL_TYPES, LlamaConfig, llama_config
+from graphshard.models.caches import DEFAULT_CACHE_LENGTH
+from graphshard.models.config import MODEL_TYPES, LlamaConfig, llama_config
 from graphshard.models.kimi_k3.config import KimiK3ModelConfig, kimi_k3_model_config
 from graphshard.models.specs.config_file import read_config_file
 from graphshard.models.specs.kimi_k3 import is_kimi_k3

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from graphshard.core.errors import SpecError
+from graphshard.core.json_file import load_json_object
 from graphshard.core.plan import Transport
 from graphshard.schedule.tuned import MODES, Tuned, TunedRow
 
@@ -49,22 +50,11 @@ def load_tuned(path: str | Path) -> Tuned:
     Raises:
         SpecError: naming the file, the key, what was found there and what is expected.
     """
-    try:
-        content = json.loads(Path(path).read_text())
-    except OSError as error:
-        raise SpecError(f"cannot read the tune file {path}: {error.strerror or error}") from None
-    except ValueError as error:
-        raise SpecError(f"the tune file {path} is not JSON: {error}") from None
-    try:
-        return parse_tuned(content)
-    except SpecError as error:
-        raise SpecError(f"the tune file {path}: {error}") from None
+    return load_json_object(path, "tune file", parse_tuned)
 
 
-def parse_tuned(content: object) -> Tuned:
+def parse_tuned(content: Mapping[str, Any]) -> Tuned:
     """The measurements of `content`, as `tune_content` has them; SpecError naming the key that is wrong."""
-    if not isinstance(content, dict):
-        raise SpecError(f"it holds a {type(content).__name__}, not an object")
     if content.get("format") != FORMAT:
         raise SpecError(f"format is {content.get('format')!r}; this version reads {FORMAT}: measure anew")
     values = _parsed("", {key: value for key, value in content.items() if key != "format"}, _KEYS)

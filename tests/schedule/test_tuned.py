@@ -163,7 +163,7 @@ def test_what_is_no_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"the tune file .*tune\.json is not JSON"):
         load_tuned(path)
     path.write_text("[]")
-    with pytest.raises(SpecError, match=r"the tune file .*tune\.json: it holds a list, not an object"):
+    with pytest.raises(SpecError, match=r"the tune file .*tune\.json holds a list, not an object"):
         load_tuned(path)
     with pytest.raises(SpecError, match="tune is 3: give the file"):
         as_tuned(3)  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from graphshard.core.errors import SpecError
 from graphshard.load.writer import write_safetensors
-from graphshard.models.config import DEFAULT_CACHE_LENGTH
+from graphshard.models.caches import DEFAULT_CACHE_LENGTH
 from graphshard.models.dflash.config import DFlashConfig
 from graphshard.models.dflash.model import DFlash
 

@@ -25,9 +25,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from graphshard.core.errors import SpecError
 from graphshard.core.specs import BufferRole, BufferSpec, ModelSpec, SegmentSpec, StepShape, WeightSpec
-from graphshard.models.config import DEFAULT_CACHE_LENGTH, RopeConfig
+from graphshard.models.caches import DEFAULT_CACHE_LENGTH, check_caches, check_fits
+from graphshard.models.config import RopeConfig
 from graphshard.models.dflash.config import DFlashConfig
 from graphshard.models.rope import rotate_, rotations
 from graphshard.runtime.model import Segment, StepState
@@ -46,12 +46,7 @@ class DFlash:
         Raises:
             SpecError: `cache_length` or `max_batch_size` is out of range.
         """
-        if not 1 <= cache_length <= config.max_positions:
-            raise SpecError(
-                f"dflash: cache_length {cache_length} is not within 1 and the model's {config.max_positions} positions"
-            )
-        if max_batch_size < 1:
-            raise SpecError(f"dflash: max_batch_size is {max_batch_size}, must be at least 1")
+        check_caches("dflash", max_batch_size, cache_length, config.max_positions)
         self.config = config
         self.max_batch_size = max_batch_size
         self.cache_length = cache_length
@@ -81,11 +76,7 @@ class DFlash:
             SpecError: `shape` does not fit the caches.
         """
         batch, t, c = shape.batch_size, shape.tokens_per_sequence, self.config
-        if batch > self.max_batch_size or t > self.cache_length:
-            raise SpecError(
-                f"dflash: step shape {shape} does not fit {self.max_batch_size} sequences of {self.cache_length} "
-                "positions; make the model with a larger max_batch_size or cache_length"
-            )
+        check_fits("dflash", shape, self.max_batch_size, self.cache_length)
         n = batch * t
 
         def activation(name: str, *size: int) -> BufferSpec:

@@ -12,7 +12,7 @@ from torch import Tensor
 from graphshard.core.errors import SpecError
 from graphshard.core.specs import WeightSpec
 from graphshard.load.writer import write_safetensors
-from graphshard.models.config import DEFAULT_CACHE_LENGTH
+from graphshard.models.caches import DEFAULT_CACHE_LENGTH
 from graphshard.models.kimi_k3.config import KimiK3ModelConfig, load_kimi_k3_config
 from graphshard.models.kimi_k3.model import KimiK3
 

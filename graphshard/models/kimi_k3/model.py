@@ -31,7 +31,7 @@ import torch
 
 from graphshard.core.errors import SpecError
 from graphshard.core.specs import BufferRole, BufferSpec, ModelSpec, StepShape, WeightSpec
-from graphshard.models.config import DEFAULT_CACHE_LENGTH
+from graphshard.models.caches import DEFAULT_CACHE_LENGTH, check_caches, check_fits
 from graphshard.models.kimi_k3.config import KimiK3ModelConfig
 from graphshard.models.kimi_k3.declare import Declarations, Work, normalise
 from graphshard.models.kimi_k3.kda import declare_kda
@@ -71,12 +71,7 @@ class KimiK3:
         Raises:
             SpecError: `cache_length`, `max_batch_size`, `ring` or `taps` are out of range.
         """
-        if not 1 <= cache_length <= config.max_positions:
-            raise SpecError(
-                f"kimi_k3: cache_length {cache_length} is not within 1 and the model's {config.max_positions} positions"
-            )
-        if max_batch_size < 1:
-            raise SpecError(f"kimi_k3: max_batch_size is {max_batch_size}, must be at least 1")
+        check_caches("kimi_k3", max_batch_size, cache_length, config.max_positions)
         check_taps("kimi_k3", taps, config.sizes.num_layers)
         check_ring(ring, compact_ring)
         self.config = config
@@ -130,11 +125,7 @@ class KimiK3:
             SpecError: `shape` does not fit the caches, or the ring.
         """
         batch, t = shape.batch_size, shape.tokens_per_sequence
-        if batch > self.max_batch_size or t > self.cache_length:
-            raise SpecError(
-                f"kimi_k3: step shape {shape} does not fit {self.max_batch_size} sequences of {self.cache_length} "
-                "positions; make the model with a larger max_batch_size or cache_length"
-            )
+        check_fits("kimi_k3", shape, self.max_batch_size, self.cache_length)
         if self._ring is not None and t > self._ring.length:
             raise SpecError(
                 f"kimi_k3: step shape {shape} has {t} tokens a sequence, and the ring holds {self._ring.length}; make "

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from graphshard.core.errors import SpecError
-from graphshard.models.config import DEFAULT_CACHE_LENGTH, LlamaConfig, llama_config
+from graphshard.models.caches import DEFAULT_CACHE_LENGTH
+from graphshard.models.config import LlamaConfig, llama_config
 from graphshard.models.dflash.config import DFlashConfig, dflash_config, is_dflash
 from graphshard.models.dflash.model import EMBEDDING, HEAD, DFlash
 from graphshard.models.kimi_k3.config import KimiK3ModelConfig

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from graphshard.core.errors import SpecError
 from graphshard.core.specs import ModelSpec
-from graphshard.models.config import DEFAULT_CACHE_LENGTH, LlamaConfig
+from graphshard.models.caches import DEFAULT_CACHE_LENGTH
+from graphshard.models.config import LlamaConfig
 from graphshard.models.llama import Llama
 
 
