@@ -22,14 +22,15 @@ def tokens_per_rank(tokens_per_group: int, world_size: int) -> int:
     return -(-tokens_per_group // world_size)
 
 
-def dual_rows(ranks: Sequence[Measured], tokens_per_group: Sequence[int]) -> list[dict[str, Any]]:
-    """A row for each number of tokens and mode; times are of all ranks' steps together.
+def dual_rows(launches: Sequence[Sequence[Measured]], tokens_per_group: Sequence[int]) -> list[dict[str, Any]]:
+    """A row for each number of tokens and mode; `launches` has what each rank of each launch measured.
 
-    `x_better` is a mode's median beside the better of gather and tensor_parallel.
+    Times are of all ranks' steps of all launches together; `x_better` is a mode's median beside the better of gather
+    and tensor_parallel.
     """
-    rows = []
+    rows, ranks = [], [rank for launch in launches for rank in launch]
     for tokens in tokens_per_group:
-        here = tokens_per_rank(tokens, len(ranks))
+        here = tokens_per_rank(tokens, len(launches[0]))
         medians: dict[str, float] = {}
         found = []
         for mode in MODES:
@@ -50,7 +51,8 @@ def dual_rows(ranks: Sequence[Measured], tokens_per_group: Sequence[int]) -> lis
                     "identical": all(one["difference"] == 0 for one in told),
                     "difference": max(one["difference"] for one in told),
                     "agrees": all(one["agrees"] for one in told),
-                    "samples_ms": [one["samples_ms"] for one in told],
+                    "launches": len(launches),
+                    "samples_ms": [[rank[str(here)][mode]["samples_ms"] for rank in launch] for launch in launches],
                 }
             )
         better = min(medians[mode] for mode in SLICED)

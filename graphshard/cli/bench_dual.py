@@ -35,11 +35,11 @@ COLUMNS = {
 }
 
 JSON_HELP = """JSON keys: `rows` has one row for each number of tokens and mode {tokens_per_group, tokens_per_rank,
-mode, runs (how the blocks run: what `chosen` chose), median_ms, p10_ms, p90_ms, n, x_better (beside the better of
-gather and tensor_parallel), predicted_ms, identical, difference (from replicated, of a token's largest number), agrees,
-samples_ms by rank}; `crossover` {measured, predicted: {tokens_per_group, between}} from which gather is no slower
-than tensor_parallel; `is_well_chosen` (x_better of each chosen row is at most 1.05); `agree`; `reasons` of the
-choice; `predicted_by`."""
+mode, runs (how the blocks run: what `chosen` chose), median_ms, p10_ms, p90_ms, n, launches, x_better (beside the
+better of gather and tensor_parallel), predicted_ms, identical, difference (from replicated, of a token's largest
+number), agrees, samples_ms by launch and rank}; `crossover` {measured, predicted: {tokens_per_group, between}} from
+which gather is no slower than tensor_parallel; `is_well_chosen` (x_better of each chosen row is at most 1.05); `agree`;
+`reasons` of the choice; `predicted_by`."""
 
 
 @click.command("dual", epilog=JSON_HELP)
@@ -61,7 +61,8 @@ choice; `predicted_by`."""
 )
 @click.option("--layers", type=COUNT, default=12, show_default=True, help="Blocks of a step.")
 @click.option("--dtype", type=click.Choice(DTYPES), default="float32", show_default=True, help="Of all.")
-@click.option("--steps", type=COUNT, default=30, show_default=True, help="Counted steps of each mode, at most.")
+@click.option("--launches", type=COUNT, default=3, show_default=True, help="Times that all ranks are started anew.")
+@click.option("--steps", type=COUNT, default=30, show_default=True, help="Slow ones are fewer, fast ones more.")
 @transport_option
 @click.option(
     "--choose-by",
@@ -80,6 +81,7 @@ def command(
     intermediate_size: int,
     layers: int,
     dtype: str,
+    launches: int,
     steps: int,
     transport: str,
     choose_by: str,
@@ -89,7 +91,8 @@ def command(
 
     A step is MLPs one after the other on the host driver, captured, one torch thread a rank. A sample is one rank's
     step, from a barrier on. `gather` and `tensor_parallel` force one way; `chosen` is a runtime of its own, whose plan
-    took one of them for each number of tokens. Exit code 1: results differ from the replicated run's, gathered ones in
+    took one of them for each number of tokens, in the first launch. Every launch finds its weights at other places of
+    memory, which tells where caches hold them. Exit code 1: results differ from the replicated run's, gathered ones in
     any bit, sliced ones by more than rounding.
     """
     if world_size < 2:
@@ -111,11 +114,13 @@ def command(
     }
     with TemporaryDirectory() as folder:
         more = {"choose_by": choose_by, "tune_path": str(Path(folder) / "tune.json"), "hardware": hardware}
-        ranks = rank_values(out, ENTRY, world_size, {**request, **more}, RUN_TIMEOUT_S)
-    rows = dual_rows([rank["tokens"] for rank in ranks], tokens_per_group)
-    predicted_by, predicted = _predict(ranks[0]["figures"], request, hardware, rows, world_size)
-    title = f"{layers} blocks of {intermediate_size} x {hidden_size} {dtype}, {world_size} ranks, {transport}"
-    return _answer(out, rows, predicted, predicted_by, ranks[0]["reasons"], title)
+        found = [rank_values(out, ENTRY, world_size, {**request, **more}, RUN_TIMEOUT_S) for _ in range(launches)]
+    first = found[0][0]
+    rows = dual_rows([[rank["tokens"] for rank in launch] for launch in found], tokens_per_group)
+    predicted_by, predicted = _predict(first["figures"], request, hardware, rows, world_size)
+    blocks = f"{layers} blocks of {intermediate_size} x {hidden_size} {dtype}"
+    title = f"{blocks}, {world_size} ranks, {transport}, {launches} launches"
+    return _answer(out, rows, predicted, predicted_by, first["reasons"], title)
 
 
 def _predict(

@@ -29,7 +29,7 @@ def told(gather: float, sliced: float, chosen: float, difference: float = 1e-6) 
 
 def rows_of(gather: list[float], sliced: list[float], tokens: list[int]) -> list[dict[str, Any]]:
     ranks = [{str(tokens_per_rank(n, 2)): told(g, s, g) for n, g, s in zip(tokens, gather, sliced, strict=True)}] * 2
-    return dual_rows(ranks, tokens)
+    return dual_rows([ranks], tokens)
 
 
 def test_tokens_that_do_not_divide_are_rounded_up() -> None:
@@ -44,14 +44,21 @@ def test_a_row_for_each_number_of_tokens_and_mode() -> None:
     first = rows[2]
     assert (first["tokens_per_rank"], first["median_ms"], first["n"]) == (1, 3.0, 6)
     assert not first["identical"] and first["difference"] == 1e-6 and first["agrees"]
-    assert rows[1]["identical"] and len(rows[1]["samples_ms"]) == 2
+    assert rows[1]["identical"] and len(rows[1]["samples_ms"][0]) == 2
     assert rows[3]["x_better"] == pytest.approx(5 / 3) and rows[7]["x_better"] == 1.0
     assert worst_choice(rows) is rows[3]
 
 
+def test_launches_are_pooled() -> None:
+    rows = dual_rows([[{"1": told(1.0, 5.0, 1.0)}] * 2, [{"1": told(3.0, 5.0, 3.0)}] * 2], [2])
+    gather = rows[1]
+    assert (gather["launches"], gather["n"], gather["median_ms"]) == (2, 12, 3.0)
+    assert gather["samples_ms"] == [[[1.0, 2.0, 3.0]] * 2, [[3.0, 4.0, 5.0]] * 2]
+
+
 def test_one_rank_that_disagrees_is_enough() -> None:
     ranks = [{"1": told(1.0, 1.0, 1.0)}, {"1": told(1.0, 1.0, 1.0, difference=0.5)}]
-    rows = dual_rows(ranks, [2])
+    rows = dual_rows([ranks], [2])
     assert [row["agrees"] for row in rows] == [False] * 4 and rows[2]["difference"] == 0.5
 
 
