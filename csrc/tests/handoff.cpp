@@ -1,4 +1,4 @@
-// Fault I4: flags and payloads between two threads, two graphs and two processes; --handoffs says how many.
+// Flags and payloads between two threads, two graphs and two processes; --handoffs says how many.
 #include <cstring>
 #include <thread>
 

@@ -97,7 +97,7 @@ LITMUS(a_captured_wait_takes_the_frontier_of_its_record) {
   TRUE(dependency == nodes_of(captured.graph())[0]);
 }
 
-// Traps 4 and 5, fault C6: work that no wait of the origin covers.
+// Traps 4 and 5: work that no wait of the origin covers.
 LITMUS(unjoined_work_fails_and_resets_every_stream) {
   const Stream origin;
   const Stream side;
@@ -114,7 +114,7 @@ LITMUS(unjoined_work_fails_and_resets_every_stream) {
   expect_usable(side);
 }
 
-// Traps 5 and 6, fault C6: the join covers an earlier record; the tail after it is unjoined.
+// Traps 5 and 6: the join covers an earlier record; the tail after it is unjoined.
 LITMUS(work_after_the_last_join_is_unjoined) {
   const Stream origin;
   const Stream side;

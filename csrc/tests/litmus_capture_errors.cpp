@@ -132,7 +132,7 @@ LITMUS(captures_do_not_merge) {
   expect_usable(second);
 }
 
-// Fault C4: an event of one capture in a sibling capture.
+// An event of one capture in a sibling capture.
 LITMUS(an_event_of_an_ended_capture_is_refused_in_another) {
   const Stream origin;
   const Event event;
@@ -143,7 +143,7 @@ LITMUS(an_event_of_an_ended_capture_is_refused_in_another) {
   expect_usable(origin);
 }
 
-// Fault C5: an event of a capture in eager code.
+// An event of a capture in eager code.
 LITMUS(an_event_of_an_ended_capture_is_refused_eagerly) {
   const Stream origin;
   const Stream eager;
@@ -156,7 +156,7 @@ LITMUS(an_event_of_an_ended_capture_is_refused_eagerly) {
   OK(cu.stream_synchronize(eager));
 }
 
-// Fault C12.
+// A second one cannot be begun on it, nor one be ended that was not begun.
 LITMUS(a_stream_is_in_one_capture_at_a_time) {
   const Stream origin;
   CUgraph graph = nullptr;
@@ -165,7 +165,7 @@ LITMUS(a_stream_is_in_one_capture_at_a_time) {
   EXPECT(CUDA_ERROR_ILLEGAL_STATE, cu.stream_begin_capture(origin, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL));
 }
 
-// Fault C13: captures that failed at any place leave nothing behind.
+// Captures that failed at any place leave nothing behind.
 LITMUS(a_good_capture_follows_a_hundred_failed_ones) {
   const Stream origin;
   const Stream side;

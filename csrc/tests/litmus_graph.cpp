@@ -216,7 +216,7 @@ LITMUS(an_external_wait_waits_for_the_record_before_the_launch) {
   TRUE(bytes.is_all(1));
 }
 
-// Fault D8: whether a launch re-arms the event differs among drivers; after the stream it is this replay's.
+// Whether a launch re-arms the event differs among drivers; after the stream it is this replay's.
 LITMUS(after_the_stream_an_external_record_is_this_replays) {
   const Stream origin;
   const Event external(CU_EVENT_DEFAULT);
@@ -243,7 +243,7 @@ LITMUS(an_empty_graph_can_be_launched) {
   }
 }
 
-// Fault D10: a graph keeps what was passed by address: the array of a batch, and its events.
+// A graph keeps what was passed by address: the array of a batch, and its events.
 LITMUS(a_graph_keeps_its_own_copy_of_arrays) {
   const Stream stream;
   const Latch word;

@@ -68,7 +68,7 @@ LITMUS(a_read_only_mapping_says_so_and_can_be_read) {
   close(fd);
 }
 
-// Fault E10: misaligned bases, sizes that are not whole, memory of another owner.
+// Misaligned bases, sizes that are not whole, memory of another owner.
 LITMUS(windows_keep_to_the_granularity) {
   const size_t bytes = granularity();
   const CUmemAllocationProp properties = window_properties(true);
@@ -144,7 +144,7 @@ LITMUS(an_allocation_knows_its_range) {
   EXPECT(CUDA_ERROR_INVALID_VALUE, cu.mem_free(address));
 }
 
-// Fault D3: memory freed while a stream still reads it.
+// Memory freed while a stream still reads it.
 HOST_LITMUS(memory_freed_in_use_stays_until_it_is_not) {
   const Stream stream;
   const Latch latch;

@@ -75,7 +75,7 @@ LITMUS(a_wait_binds_to_the_record_before_it) {
   OK(cu.stream_synchronize(recording));
 }
 
-// Fault D8: a record makes the event pending again; a wait after it is not satisfied by an earlier one.
+// A record makes the event pending again; a wait after it is not satisfied by an earlier one.
 LITMUS(a_new_record_makes_the_event_pending) {
   const Stream recording;
   const Stream waiting;

@@ -27,7 +27,7 @@ int status_of_child(const Body& body) {
 
 }  // namespace
 
-// Fault I10.
+// By every call: the driver is not initialized there. The parent's work goes on.
 HOST_LITMUS(a_forked_child_is_told_so) {
   const Stream stream;
   const Event event;

@@ -1,4 +1,4 @@
-"""Replays under pressure (B10), and replays that read the memory of a process that is killed meanwhile."""
+"""Replays under pressure, and replays that read the memory of a process that is killed meanwhile."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from graphshard.runtime.runtime import Runtime
 VICTIM_ENTRY = "graphshard.gpu_check.faults:killed_rank"
 VICTIM = 1
 BLOCK = 1000
-"""Replays between two looks at the bytes (B10)."""
+"""Replays between two looks at the bytes."""
 
 
 def check_faults(recorder: Recorder, setup: Setup) -> None:
@@ -155,7 +155,7 @@ def _launch_alone(graph: StepGraph) -> None:
 
 
 def _drain(runtime: Runtime) -> None:
-    """Wait for the device, bounded: what has stalled is an error (the watchdog of B10)."""
+    """Wait for the device, bounded: what has stalled is an error."""
     for name, stream in runtime._streams.items():
         if not stream.synchronize(TIMEOUT_S):
             raise CommError(f"stream {name} did not get on within {TIMEOUT_S:.0f} s after {BLOCK} replays")

@@ -1,4 +1,4 @@
-"""`graphshard compare` on rank processes: what is equal, what differs first, what it costs; exit codes. A13, E6, E7."""
+"""`graphshard compare` on rank processes: what is equal, what differs first, what it costs; exit codes."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_eager_and_captured_steps_do_the_same(transport: str, world_size: int, n
 
 
 @pytest.mark.parametrize("transport", ["nccl", pytest.param("pull", marks=SLOW)])
-def test_a_rank_that_lacks_a_gather_is_found_before_anything_runs(transport: str) -> None:  # A13
+def test_a_rank_that_lacks_a_gather_is_found_before_anything_runs(transport: str) -> None:
     answer = run("--transport", transport, "--stage", "skip:rank=1,unit=3")
     assert answer.code == 1, answer.err
     told = answer.json
@@ -74,7 +74,7 @@ def test_a_rank_that_lacks_a_gather_is_found_before_anything_runs(transport: str
     assert told["claims"][1] == "no kernel nodes in 3 gathers; 1 of the program's gathers are not in the graph"
 
 
-def test_a_fall_back_to_kernels_is_told_with_unit_and_node() -> None:  # E7
+def test_a_fall_back_to_kernels_is_told_with_unit_and_node() -> None:
     answer = run("--transport", "nccl", "--stage", "sm_kernel")
     assert answer.code == 1, answer.err
     told = answer.json
@@ -88,7 +88,7 @@ def test_a_fall_back_to_kernels_is_told_with_unit_and_node() -> None:  # E7
 
 
 @pytest.mark.slow
-def test_a_library_that_leaves_out_a_captured_gather_is_found_before_anything_runs() -> None:  # A13
+def test_a_library_that_leaves_out_a_captured_gather_is_found_before_anything_runs() -> None:
     """The list is whole: only the graph shows it. Calls 1 to 9 warm up, check and record, 10 to 13 are captured."""
     answer = run("--transport", "nccl", "--stage", "skip:rank=1,call=12")
     assert answer.code == 1, answer.err
@@ -100,8 +100,8 @@ def test_a_library_that_leaves_out_a_captured_gather_is_found_before_anything_ru
 @pytest.mark.parametrize(
     ("stage", "said"),
     [
-        pytest.param("null_window", "answered ncclSuccess with a null window", marks=SLOW),  # E6
-        ("skip:rank=1,call=16", "rank 1's communicator failed while it waited for step"),  # A13
+        pytest.param("null_window", "answered ncclSuccess with a null window", marks=SLOW),
+        ("skip:rank=1,call=16", "rank 1's communicator failed while it waited for step"),
     ],
 )
 def test_staged_faults_of_the_library_end_in_their_named_error(stage: str, said: str) -> None:
@@ -113,7 +113,7 @@ def test_staged_faults_of_the_library_end_in_their_named_error(stage: str, said:
     assert told["error"] in answer.err and told["never_met"] == []
 
 
-def test_a_staged_call_that_never_comes_is_no_success() -> None:  # A13
+def test_a_staged_call_that_never_comes_is_no_success() -> None:
     answer = run("--transport", "nccl", "--stage", "version=23203;skip:rank=1,call=99999")
     assert answer.code == 1, answer.err
     assert answer.json["sequences_equal"] is True and answer.json["never_met"] == ["skip"]

@@ -137,7 +137,7 @@ def test_a_stopped_rank_delays_nobody(victim: int, folder: Path) -> None:
 
 
 def test_ranks_that_gather_together_step_on_until_all_are_done(folder: Path) -> None:
-    """A1, A2: prompts of unlike length, ranks with unlike numbers of prompts; the report's traced steps too."""
+    """Prompts of unlike length, ranks with unlike numbers of prompts; the report's traced steps too."""
     answer = generate(folder, "--transport", "nccl", "--report")
     assert answer.code == 0, answer.err
     assert answer.json["tokens"] == replicated_tokens(folder, WORLD_SIZE)

@@ -110,7 +110,7 @@ def die_with_a_child_that_holds_the_sockets(group: Group) -> str:
 
 
 def use_in_a_fork(group: Group) -> str:
-    """I10. The child reports over a pipe; its end must not disturb the parent's group."""
+    """The child reports over a pipe; its end must not disturb the parent's group."""
     read_end, write_end = os.pipe()
     child = os.fork()
     if child == 0:

@@ -62,7 +62,7 @@ def change_after_load(group: Group) -> None:
 
 
 def remap_a_rank(group: Group) -> str:
-    """E8: rank 1 comes back with other memory; the old mapping stays readable, the generation tells."""
+    """Rank 1 comes back with other memory; the old mapping stays readable, the generation tells."""
     shard = Shard.connect(group, flat_layout(group.world_size, CHUNK_SIZES))
     old_copies = shard.transport.copies(1, shard.slot.address)
     old_bytes, old_generations = shard.gather(1), shard.transport.generations()
@@ -88,7 +88,7 @@ def remap_a_rank(group: Group) -> str:
 
 
 def register_again_and_again(group: Group) -> list[int]:
-    """E3: one registration an allocation, however often it is asked for."""
+    """One registration an allocation, however often it is asked for."""
     device = open_device()
     memory = device.allocate(8192, exportable=True)
     with WindowScope(device, group) as table:
@@ -120,7 +120,7 @@ def _held() -> tuple[int, int]:
 
 
 def register_many(group: Group, seeded: bool) -> list[str]:
-    """E1: 20 windows, named in another order on every rank."""
+    """20 windows, named in another order on every rank."""
     device = open_device()
     names = [f"{model}.{layer}" for model in ("target", "draft") for layer in range(10)]
     names = names[group.rank :] + names[: group.rank]

@@ -140,7 +140,7 @@ def agree(group: Group, values: list[Any]) -> int:
 
 
 def test_numbers_are_agreed_before_they_choose_anything() -> None:
-    """I15: no rank's own number decides."""
+    """No rank's own number decides."""
     assert run_on_ranks(agree, 3, [5, 2, 7]) == [2, 2, 2]
     for outcome in try_on_ranks(agree, 2, [1, "many"]):
         assert "agreed spare cores: ranks 1 gave no whole number" in outcome.error

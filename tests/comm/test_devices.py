@@ -1,4 +1,4 @@
-"""I13, and the probe that comes before pull: tables and verdicts over the group, on devices that the host plays."""
+"""Which device each rank has, and the probe before pull: over the group, on devices that the host plays."""
 
 from __future__ import annotations
 

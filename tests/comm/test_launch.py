@@ -107,7 +107,7 @@ def test_much_output_blocks_nobody(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_ranks_die_with_their_launcher(tmp_path: Path) -> None:
-    """I5: one rank is stopped, all wait in native code; the launcher is killed and can do nothing for them."""
+    """One rank is stopped, all wait in native code; the launcher is killed and can do nothing for them."""
     command = [sys.executable, rank_programs.__file__, str(tmp_path)]
     with subprocess.Popen(command, env={**os.environ, **rank_environment()}) as launcher:
         try:

@@ -138,7 +138,7 @@ def test_what_a_library_says_ends_the_wait() -> None:
 
 
 def test_other_gathers_are_seen_before_outputs_are_believed() -> None:
-    """A13: the gather has ended, with another unit's bytes."""
+    """The gather has ended, with another unit's bytes."""
     ranks = Ranks()
     ranks.issue(0, unit=3)
     assert "rank 1 gathers 1 unit, 4 first, in a captured step" in error_of(lambda: ranks.issue(1, unit=4))

@@ -14,7 +14,7 @@ PATH = "/usr/lib/libnccl.so.2"
 GOOD: dict[str, Any] = {"version": 23203, "path": PATH, "world_size": 8, "driver_version": 13000}
 
 REFUSED = [
-    # I14: what the loaded library is
+    # what the loaded library is
     (
         {"version": 22602},
         r"libnccl 2\.26\.2 \(from /usr/lib/libnccl\.so\.2\) is loaded, symmetric windows need 2\.28\.3",
@@ -22,18 +22,18 @@ REFUSED = [
     ({"version": 22802}, r"2\.28\.2 .* need 2\.28\.3"),
     ({"missing": ["ncclCommWindowRegister", "ncclMemAlloc"]}, "lacks ncclCommWindowRegister, ncclMemAlloc"),
     ({"driver_version": 12040}, r"the driver speaks CUDA 12\.4, copy-engine collectives need 12\.5"),
-    # B5: captured collectives across nodes
+    # captured collectives across nodes
     ({"version": 22809, "num_nodes": 2}, r"captured collectives over 2 nodes deadlock up to 2\.28\.9: use 2\.30\.4"),
     ({"version": 22803, "num_nodes": 4, "world_size": 2}, "captured collectives over 4 nodes"),
-    # E5: exactly two ranks, and somebody wants multicast
+    # exactly two ranks, and somebody wants multicast
     ({"version": 23101, "world_size": 2, "environment": {"NCCL_NVLS_ENABLE": "1"}}, "NCCL_NVLS_ENABLE=1 is set, and"),
     # several windows in one allocation
     ({"version": 23101, "windows_per_allocation": 2}, r"2 windows in one allocation corrupt data before 2\.31\.2"),
     ({"environment": {"NCCL_CUMEM_ENABLE": "0"}}, r"NCCL_CUMEM_ENABLE=0 is set and symmetric windows need memory from"),
     ({"environment": {"NCCL_WIN_ENABLE": "0"}}, "NCCL_WIN_ENABLE=0 is set and it switches symmetric windows off"),
-    # B8
+    # launches that block behind a collective that waits
     ({"environment": {"CUDA_LAUNCH_BLOCKING": "1"}}, "CUDA_LAUNCH_BLOCKING is set: launches that block deadlock"),
-    # E7: the policy that would bring SM kernels
+    # the policy that would bring SM kernels
     ({"environment": {"NCCL_CTA_POLICY": "1"}}, "NCCL_CTA_POLICY=1 is set and overrides the zero-CTA policy"),
     ({"environment": {"NCCL_CTA_POLICY": "efficiency"}}, "NCCL_CTA_POLICY=efficiency is set"),
     ({"version": 22809, "environment": {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}}, r"needs 2\.30"),
@@ -46,14 +46,14 @@ REFUSED = [
 ]
 
 SET = [
-    ({"version": 22809, "world_size": 2}, "exactly two ranks"),  # E5
+    ({"version": 22809, "world_size": 2}, "exactly two ranks"),
     ({"version": 23101, "world_size": 2}, "exactly two ranks"),
     ({"environment": {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}}, "ranks that share a GPU"),
 ]
 
 WARNED = [
-    ({"environment": {"NCCL_GRAPH_MIXING_SUPPORT": "0"}}, "graphshard drains between eager and captured gathers"),  # B4
-    ({"version": 23000, "num_nodes": 2}, r"deadlocked with 2\.28\.9"),  # B5
+    ({"environment": {"NCCL_GRAPH_MIXING_SUPPORT": "0"}}, "graphshard drains between eager and captured gathers"),
+    ({"version": 23000, "num_nodes": 2}, r"deadlocked with 2\.28\.9"),
 ]
 
 FINE = [

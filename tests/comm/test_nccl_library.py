@@ -1,4 +1,4 @@
-"""Which copy of NCCL is used: I14, two copies in one process, the mapped one before the wheel's."""
+"""Which copy of NCCL is used: two copies in one process, the mapped one before the wheel's."""
 
 from __future__ import annotations
 

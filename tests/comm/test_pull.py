@@ -71,7 +71,7 @@ def test_a_lost_peer_holds_nobody_up(number: int) -> None:
 
 
 def test_restarts_after_kills_with_mapped_windows() -> None:
-    """I2, I1: windows are nowhere in a file system, so that nothing can stay."""
+    """Windows are nowhere in a file system, so that nothing can stay."""
     port = free_port()
     with no_growth():
         for victims in ([1], [0, 1], []) * 2:
@@ -158,7 +158,7 @@ class Ordinary:
     ],
 )
 def test_what_cannot_be_a_window(what: str, error_type: str, words: str) -> None:
-    """E10, and A14: the ranks whose windows are right raise the same."""
+    """The ranks whose windows are right raise the same."""
     run_on_ranks(gather_all, 1)
     with no_growth():
         outcomes = try_on_ranks(register_unlike, 3, what)

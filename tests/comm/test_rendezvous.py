@@ -187,7 +187,7 @@ def test_no_time_is_no_limit() -> None:
 
 
 def test_restarts_with_one_job_id_after_kills() -> None:
-    """I2: 20 times, all killed at each point in turn; nothing is left, every restart works, no job is joined twice."""
+    """20 times, all killed at each point in turn; nothing is left, every restart works, no job is joined twice."""
     port, jobs = free_port(), set()
     with no_growth():
         for _ in range(4):

@@ -86,7 +86,7 @@ def test_only_the_seam_is_exported() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["handoffs_of_64_bytes_are_whole", "handoffs_of_4_kib_are_whole"])
 def test_ten_million_handoffs(program: Path, name: str) -> None:
-    """Fault I4: no payload torn or stale behind its flag."""
+    """No payload torn or stale behind its flag."""
     done = subprocess.run(
         [program, HOST_LIBRARY, name, "--handoffs", "10000000"], capture_output=True, text=True, timeout=1800
     )

@@ -70,7 +70,7 @@ def test_processes_as_ranks(world_size: int) -> None:
 
 
 def test_a_killed_rank_is_named_and_leaves_nothing() -> None:
-    """Faults I2, I6: SIGKILL in the middle; the survivors know who, get free by an abort, and /dev/shm is as before."""
+    """SIGKILL in the middle; the survivors know who, get free by an abort, and /dev/shm is as before."""
     before = sorted(path.name for path in Path("/dev/shm").iterdir())
     with start_processes(nccl_host_programs.outlive_a_killed_rank, 3) as ranks:
         results = ranks.wait(60.0)
@@ -86,7 +86,7 @@ def test_a_killed_rank_is_named_and_leaves_nothing() -> None:
 
 
 def test_a_captured_skip_between_processes() -> None:
-    """Faults A2, A13: equal sizes and another unit; visible on both ranks, wrong bytes on none, no abort out of it."""
+    """Equal sizes and another unit; visible on both ranks, wrong bytes on none, no abort out of it."""
     found = run_on_ranks(nccl_host_programs.skip_a_captured_gather, 2, mode="processes")
     for rank in (0, 1):
         assert found[rank]["wrong"] == []

@@ -1,4 +1,4 @@
-"""Captures: one at a time (C12), events of their own (C4), nothing left of a failed one (C13), any order of drops."""
+"""Captures: one at a time, events of their own, nothing left of a failed one, any order of drops."""
 
 from __future__ import annotations
 

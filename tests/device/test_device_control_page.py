@@ -1,4 +1,4 @@
-"""Control pages: what a rank says of itself, in order, over processes (I4)."""
+"""Control pages: what a rank says of itself, in order, over processes."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def test_a_device_that_does_not_exist_is_refused() -> None:
         CudaDevice(7, library=LIBRARY)
 
 
-def test_the_rank_gets_the_device_that_falls_to_it(monkeypatch: pytest.MonkeyPatch) -> None:  # I13
+def test_the_rank_gets_the_device_that_falls_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert cuda_index(0, library=LIBRARY) == cuda_index(3, library=LIBRARY) == 0  # one device: whoever asks
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-00000000")

@@ -1,4 +1,4 @@
-"""The interpreter may end with everything alive and running: silently, at once, and with its own exit code (I7)."""
+"""The interpreter may end with everything alive and running: silently, at once, and with its own exit code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""I13: which device a rank gets, over lists of devices that a driver might show under each kind of mask."""
+"""Which device a rank gets, over lists of devices that a driver might show under each kind of mask."""
 
 from __future__ import annotations
 

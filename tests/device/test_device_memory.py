@@ -1,4 +1,4 @@
-"""Memory: windows between processes, buffers that keep it alive, drops that wait for enqueued work (D3)."""
+"""Memory: windows between processes, buffers that keep it alive, drops that wait for enqueued work."""
 
 from __future__ import annotations
 

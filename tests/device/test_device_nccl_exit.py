@@ -1,4 +1,4 @@
-"""The interpreter may end with communicators alive, stuck or half gone: silently and at once (I6, I7, E13)."""
+"""The interpreter may end with communicators alive, stuck or half gone: silently and at once."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ RANK_ENDINGS = {
 
 @pytest.mark.parametrize("ending", RANK_ENDINGS)
 def test_interpreter_ends_silently_over_the_host_nccl(driver: Driver, ending: str) -> None:
-    """I6: three ranks; a gather whose peers never come holds nobody up."""
+    """Three ranks; a gather whose peers never come holds nobody up."""
     path = library_path().with_name("libgraphshard_hostnccl.so")
     code = "\n".join([*map(textwrap.dedent, (RANKS, RANK_ENDINGS[ending])), "print('done')", "sys.exit(7)"])
     done = run_python(code, driver.path, str(path))

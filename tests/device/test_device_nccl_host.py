@@ -1,4 +1,4 @@
-"""Communicators over the host NCCL, threads as ranks: bytes, order, windows, ends (E6, E13, I7, I8, I9)."""
+"""Communicators over the host NCCL, threads as ranks: bytes, order, windows, ends."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_windows_that_do_not_match_end_bounded(host_library: NcclLibrary) -> Non
 
 
 def test_a_null_window_is_an_error_on_every_rank(host_library: NcclLibrary, host_path: str) -> None:
-    """E6."""
+    """The library answers success, and there is no window."""
     with staged(host_path, "null_window"):
         unique_id = host_library.unique_id()
 
@@ -194,7 +194,7 @@ def test_a_null_window_is_an_error_on_every_rank(host_library: NcclLibrary, host
 
 
 def test_an_aborted_gather_is_freed(host_library: NcclLibrary) -> None:
-    """I9: rank 1 never gathers; rank 0's abort frees what waits for it, and later captures are refused."""
+    """Rank 1 never gathers; rank 0's abort frees what waits for it, and later captures are refused."""
     ranks = opened(host_library, 2)
     on_ranks(2, lambda rank: ranks[rank].gather(TIMEOUT_S))
     ranks[0].gather()
@@ -206,7 +206,7 @@ def test_an_aborted_gather_is_freed(host_library: NcclLibrary) -> None:
 
 
 def test_an_abort_that_hangs_is_left_behind(host_library: NcclLibrary, host_path: str) -> None:
-    """I8."""
+    """Both aborts are given up within the limit; a later try may succeed."""
     ranks = opened(host_library, 2)
     communicators = [rank.communicator for rank in ranks]
     with staged(host_path, "abort_hang"):
@@ -236,7 +236,7 @@ def verdicts(order: Sequence[str]) -> list[str]:
 
 @pytest.mark.parametrize("order", ORDERS, ids="-".join)
 def test_every_order_of_ending(host_library: NcclLibrary, driver: Driver, order: tuple[str, ...]) -> None:
-    """E13, I7: graphs, windows, communicator, memory. Another order is refused or harmless, and never a hang."""
+    """Graphs, windows, communicator, memory. Another order is refused or harmless, and never a hang."""
     ranks = opened(host_library, 2)
     on_ranks(2, lambda rank: ranks[rank].gather(TIMEOUT_S))
     graphs: dict[int, GraphExec] = dict(enumerate(on_ranks(2, lambda rank: ranks[rank].captured())))

@@ -1,4 +1,4 @@
-"""NCCL libraries by path: what is loaded, what it lacks, and what errors say (I14)."""
+"""NCCL libraries by path: what is loaded, what it lacks, and what errors say."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_library_says_what_is_loaded(fake: FakeNccl, driver: Driver) -> None:
 
 
 def test_missing_entry_points_are_listed_and_refused(driver: Driver, tmp_path: Path) -> None:
-    """I14: an old library loads, and says what it lacks, which version it is, and where it is."""
+    """An old library loads, and says what it lacks, which version it is, and where it is."""
     path = build(tmp_path, "libold.so", "-DVERSION=22602", "-DNO_WINDOWS")
     library = NcclLibrary(str(path), driver)
     assert library.version == 22602
@@ -33,7 +33,7 @@ def test_missing_entry_points_are_listed_and_refused(driver: Driver, tmp_path: P
 
 
 def test_path_is_of_the_mapped_file(driver: Driver, tmp_path: Path) -> None:
-    """I14: asked for by SONAME, the loader gives the copy that the process has, wherever that came from."""
+    """Asked for by SONAME, the loader gives the copy that the process has, wherever that came from."""
     other = tmp_path / "other"
     other.mkdir()
     first = build(tmp_path, "libfirst.so", "-DVERSION=22809", "-Wl,-soname,libtwice.so.7")

@@ -1,4 +1,4 @@
-"""Windows and the memory under them: who keeps what, and in which order things end (E6, E10, E13, I7)."""
+"""Windows and the memory under them: who keeps what, and in which order things end."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_memory_keeps_the_library_not_the_communicator(fake: FakeNccl, driver: D
 
 
 def test_allocation_errors_name_the_call(fake: FakeNccl, communicator: Communicator) -> None:
-    """E9: and the next one may succeed, on a new communicator."""
+    """The next one may succeed, on a new communicator."""
     with pytest.raises(RuntimeError, match="memory of 0 bytes is refused"):
         communicator.allocate(0)
     fake.fail("ncclMemAlloc", 1)
@@ -71,7 +71,7 @@ def test_windows_are_symmetric_and_whole(fake: FakeNccl, communicator: Communica
 
 
 def test_a_null_window_is_an_error(fake: FakeNccl, communicator: Communicator) -> None:
-    """E6: success is not enough. The memory has no window then."""
+    """Success is not enough. The memory has no window then."""
     memory = communicator.allocate(4096)
     fake.null_window(True)
     with pytest.raises(
@@ -85,7 +85,7 @@ def test_a_null_window_is_an_error(fake: FakeNccl, communicator: Communicator) -
 
 
 def test_what_cannot_be_a_window_is_refused(fake: FakeNccl, driver: Driver, communicator: Communicator) -> None:
-    """E10: here, before the library sees it."""
+    """Refused here, before the library sees it."""
     memory, exported = communicator.allocate(4096), Memory(driver, 4096, exportable=True)
     fake.misalign(256)
     crooked = communicator.allocate(4096)
@@ -107,7 +107,7 @@ def test_what_cannot_be_a_window_is_refused(fake: FakeNccl, driver: Driver, comm
 
 
 def test_a_window_keeps_its_memory(fake: FakeNccl, driver: Driver, communicator: Communicator) -> None:
-    """E13: memory dropped before its window is harmless."""
+    """Memory dropped before its window is harmless."""
     memory = communicator.allocate(4096)
     communicator.register(memory, TIMEOUT_S)
     del memory
@@ -143,7 +143,7 @@ def test_destroy_takes_windows_in_reverse(fake: FakeNccl, communicator: Communic
 
 
 def test_graphs_go_before_windows_and_communicator(fake: FakeNccl, driver: Driver, communicator: Communicator) -> None:
-    """I7: NCCL waits for graphs forever, so the wrong order is refused."""
+    """NCCL waits for graphs forever, so the wrong order is refused."""
     memory, stream = communicator.allocate(4096), Stream(driver)
     communicator.register(memory, TIMEOUT_S)
     graph = captured_gather(driver, communicator, memory, stream)
@@ -161,7 +161,7 @@ def test_graphs_go_before_windows_and_communicator(fake: FakeNccl, driver: Drive
 
 
 def test_lists_may_outlive_the_communicator(fake: FakeNccl, driver: Driver, communicator: Communicator) -> None:
-    """I7: they are refused then, by name and place."""
+    """They are refused then, by name and place."""
     memory, stream = communicator.allocate(4096), Stream(driver)
     ops = [("fill", 0, memory.address, 1, 4096), ("all_gather", 0, 0, memory.address, memory.address, 2048)]
     op_list = OpList(driver, [stream], 0, ops, [communicator])
@@ -174,7 +174,7 @@ def test_lists_may_outlive_the_communicator(fake: FakeNccl, driver: Driver, comm
 
 
 def test_captures_on_a_broken_communicator_are_refused(driver: Driver, communicator: Communicator) -> None:
-    """I9."""
+    """Each replay of such a capture would wait forever."""
     memory, stream = communicator.allocate(4096), Stream(driver)
     assert communicator.abort(TIMEOUT_S)
     with pytest.raises(NcclError, match=r"^ncclAllGather refused: .* it is broken: it was aborted, at op 0 of 1"):
@@ -185,7 +185,7 @@ def test_captures_on_a_broken_communicator_are_refused(driver: Driver, communica
 def test_a_dropped_communicator_is_aborted(
     fake: FakeNccl, driver: Driver, library: NcclLibrary, has_cycle: bool
 ) -> None:
-    """I7: by gc alone, with its window; nobody waits for it."""
+    """By gc alone, with its window; nobody waits for it."""
     communicator, stream = open_communicator(library), Stream(driver)
     memory = communicator.allocate(4096)
     communicator.register(memory, TIMEOUT_S)

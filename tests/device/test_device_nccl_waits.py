@@ -1,4 +1,4 @@
-"""Calls that wait for peers who never come: bounded, named, and left behind on threads of their own (I6, I8, I9)."""
+"""Calls that wait for peers who never come: bounded, named, and left behind on threads of their own."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ BOUNDED = ("ncclMemAlloc", "ncclCommWindowRegister", "ncclCommWindowDeregister",
 def test_every_call_with_a_limit_is_bounded(
     fake: FakeNccl, driver: Driver, communicator: Communicator, entry_point: str
 ) -> None:
-    """I9: afterwards the communicator is broken, and every call is refused with the first reason."""
+    """Afterwards the communicator is broken, and every call is refused with the first reason."""
     calls = calls_of(communicator, driver)
     fake.hang(entry_point)
     with pytest.raises(NcclError, match=f"^{entry_point} did not return within 0.05 s") as late:
@@ -97,7 +97,7 @@ def test_abort_that_never_returns_is_bounded(fake: FakeNccl, communicator: Commu
 
 
 def test_aborts_run_in_parallel(fake: FakeNccl, library: NcclLibrary) -> None:
-    """I8: the first abort returns when the second has begun."""
+    """The first abort returns when the second has begun."""
     target, draft = open_communicator(library, "target"), open_communicator(library, "draft")
     fake.hang("ncclCommAbort", together=2)
     assert Communicator.abort_all([target, draft], TIMEOUT_S) == [True, True]
@@ -113,7 +113,7 @@ def test_aborts_in_parallel_share_one_limit(fake: FakeNccl, library: NcclLibrary
 
 
 def test_destroy_that_never_returns_is_bounded(fake: FakeNccl, communicator: Communicator) -> None:
-    """I6: a peer that is gone does not keep the others; an abort frees what waits for it."""
+    """A peer that is gone does not keep the others; an abort frees what waits for it."""
     fake.hang("ncclCommFinalize")
     assert not communicator.destroy(SHORT_S)
     assert communicator.is_broken
@@ -174,7 +174,7 @@ def _interrupt_a_wait(fake: FakeNccl, communicator: Communicator) -> None:
 
 
 def test_errors_of_the_library_break_it(fake: FakeNccl, driver: Driver, communicator: Communicator) -> None:
-    """I9: but refused arguments do not."""
+    """Arguments that are refused do not."""
     memory, stream = communicator.allocate(4096), Stream(driver)
 
     def gather() -> None:

@@ -281,7 +281,7 @@ def test_somebody_elses_stream_is_an_origin_like_any_other(driver: Driver) -> No
 
 @pytest.mark.parametrize("handle", [0, 1, 2])
 def test_default_streams_are_refused(driver: Driver, handle: int) -> None:
-    """B7: the legacy stream joins everything. An op list takes Streams alone, so none of its ops can be on one."""
+    """The legacy stream joins everything. An op list takes Streams alone, so none of its ops can be on one."""
     with pytest.raises(DriverError, match=rf"stream {handle} is refused: the null, legacy and per-thread default"):
         Stream.from_handle(driver, handle)
     with pytest.raises(TypeError):

@@ -1,4 +1,4 @@
-"""Streams and events: order, bounded waits, host functions and their errors, refused addresses (E10)."""
+"""Streams and events: order, bounded waits, host functions and their errors, refused addresses."""
 
 from __future__ import annotations
 

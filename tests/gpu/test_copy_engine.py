@@ -1,4 +1,4 @@
-"""A captured gather over pinned host windows finishes while a kernel holds every SM: only copy engines can do that. E7.
+"""A captured gather over pinned host windows finishes while a kernel holds every SM: only copy engines can do that.
 
 `--evidence FILE` keeps what was shown, for `StepGraph.report(copy_engine=FILE)`.
 """

@@ -111,7 +111,7 @@ def test_a_replay_returns_before_its_end(cuda_device: CudaDevice) -> None:
     assert not is_done, f"the replay took {seconds:.3f} s of the host, and had ended"
 
 
-def test_work_on_the_default_stream_is_refused(cuda_device: CudaDevice) -> None:  # B7
+def test_work_on_the_default_stream_is_refused(cuda_device: CudaDevice) -> None:
     def compile_it(group: Group) -> str:
         model, weights = random_llama(CONFIG, max_batch_size=1, cache_length=32)
         inner = model.segments[1].run
@@ -129,7 +129,7 @@ def test_work_on_the_default_stream_is_refused(cuda_device: CudaDevice) -> None:
 
 
 @pytest.mark.parametrize("call", NOT_PERMITTED)
-def test_what_no_capture_permits_fails_and_leaves_nothing(cuda_device: CudaDevice, call: str) -> None:  # C13
+def test_what_no_capture_permits_fails_and_leaves_nothing(cuda_device: CudaDevice, call: str) -> None:
     def fail_and_go_on(group: Group) -> bool:
         with open_llama(group, cuda_device, capture_sizes=()) as runtime:
             segment = runtime._compute.segments[-1]
@@ -152,7 +152,7 @@ def test_what_no_capture_permits_fails_and_leaves_nothing(cuda_device: CudaDevic
     assert run_on_ranks(fail_and_go_on, 1) == [True]
 
 
-def test_memory_follows_the_graphs_that_live(cuda_device: CudaDevice) -> None:  # D11 D12
+def test_memory_follows_the_graphs_that_live(cuda_device: CudaDevice) -> None:
     def counts(group: Group) -> tuple[bool, int]:
         with open_llama(group, cuda_device, capture_sizes=()) as runtime:
             bound, shape = runtime._bound[StepShape(1)], StepShape(1)

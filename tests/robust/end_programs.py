@@ -1,4 +1,4 @@
-"""How ranks end, at idle, in waits and in captures, as processes (C13 D9 E9 I6 I7 I10)."""
+"""How ranks end, at idle, in waits and in captures, as processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CHOICES: dict[str, Any] = {"units": "layer", "prefetch_depth": 1, "head": "tail"
 
 
 def fail_to_reserve(group: Group) -> list[dict[str, Any]]:
-    """E9: rank 2 may make no file larger than a limit: its window does not fit, then its slots do not."""
+    """Rank 2 may make no file larger than a limit: its window does not fit, then its slots do not."""
     model = ByteModel(LAYERS)
     found = []
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
@@ -53,7 +53,7 @@ def fail_to_reserve(group: Group) -> list[dict[str, Any]]:
 
 
 def capture_drop_and_fork(group: Group) -> dict[str, Any]:
-    """C13, D9, I10, I7, one after the other in two processes; each part returns what went wrong."""
+    """Captures, memory and forks, one after the other in two processes; each part returns what went wrong."""
     model = ByteModel(LAYERS)
     warm_up(group, model)
     with no_growth():  # once the last reference is dropped: nobody closes the runtime
@@ -75,7 +75,7 @@ def warm_up(group: Group, model: ByteModel) -> None:
 
 
 def failed_captures(runtime: Runtime, model: ByteModel) -> list[str]:
-    """C13: captures that fail at the first, a middle and the last segment, twelve times each; then a good one."""
+    """Captures that fail at the first, a middle and the last segment, twelve times each; then a good one."""
     segments = runtime._compute._segments
     problems = []
     before = None
@@ -108,7 +108,7 @@ def failed_captures(runtime: Runtime, model: ByteModel) -> list[str]:
 
 
 def memory_asked_for_again(runtime: Runtime, model: ByteModel) -> list[str]:
-    """D9: whoever asks for memory of any size that the graph uses gets other memory."""
+    """Whoever asks for memory of any size that the graph uses gets other memory."""
     graph = runtime.graph(1)
     gc.collect()
     taken = []
@@ -120,7 +120,7 @@ def memory_asked_for_again(runtime: Runtime, model: ByteModel) -> list[str]:
 
 
 def fork_beside_running_threads(runtime: Runtime, model: ByteModel) -> list[str]:
-    """I10: a fork while streams' threads run; the child is refused everything, and ends; the parent goes on."""
+    """A fork while streams' threads run; the child is refused everything, and ends; the parent goes on."""
     graph, problems = runtime.graph(1), []
     stop = threading.Event()
 

@@ -232,7 +232,7 @@ class _Hang:
 
 
 def end_each_in_its_own_way(group: Group) -> dict[str, Any]:
-    """I6: rank 1 + i ends in the i-th way of all (HOW, WHERE); rank 0 steps on, and closes. No torch."""
+    """Rank 1 + i ends in the i-th way of all (HOW, WHERE); rank 0 steps on, and closes. No torch."""
     mini = Mini(group)
     mini.step()
     group.barrier()

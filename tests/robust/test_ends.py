@@ -17,7 +17,7 @@ EXPECTED = {
 
 
 def test_peers_end_in_every_way_and_place(capfd: pytest.CaptureFixture[str]) -> None:
-    """I6, I7: each ends at once with its own code, silently, whatever of it still waits; who is left goes on."""
+    """Each ends at once with its own code, silently, whatever of it still waits; who is left goes on."""
     ways = [(how, where) for where in WHERE for how in HOW]
     with no_growth(), start_processes(end_each_in_its_own_way, 1 + len(ways)) as ranks:
         results = ranks.wait(60.0)
@@ -30,7 +30,7 @@ def test_peers_end_in_every_way_and_place(capfd: pytest.CaptureFixture[str]) -> 
 
 @pytest.mark.slow
 def test_memory_that_one_rank_lacks_is_one_error_on_all(capfd: pytest.CaptureFixture[str]) -> None:
-    """E9: the window, then the slots of rank 2; nothing stays reserved, and the next attempt works."""
+    """The window, then the slots of rank 2; nothing stays reserved, and the next attempt works."""
     for rank, stages in enumerate(run_on_ranks(fail_to_reserve, 3, mode="processes", timeout_s=120.0)):
         for told, size in zip(stages, stages[0]["sizes"], strict=True):
             assert told["error"].startswith(
@@ -41,7 +41,7 @@ def test_memory_that_one_rank_lacks_is_one_error_on_all(capfd: pytest.CaptureFix
 
 
 def test_captures_that_fail_memory_that_is_dropped_and_forks() -> None:
-    """C13, D9, I10 and I7 in processes."""
+    """In two processes; whatever went wrong there is in the reports."""
     with no_growth():
         reports = run_on_ranks(capture_drop_and_fork, 2, mode="processes", timeout_s=120.0)
     assert reports == [{"captures": [], "pool": [], "fork": []}] * 2

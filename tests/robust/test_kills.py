@@ -1,4 +1,4 @@
-"""Ranks killed or stopped, one or all, at five points; launchers that die (I2, I5). Rank programs without torch."""
+"""Ranks killed or stopped, one or all, at five points; launchers that die. Rank programs without torch."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_one_rank_killed(point: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("point", POINTS)
 def test_all_ranks_killed_and_restarted_four_times(point: str, tmp_path: Path) -> None:
-    """I2: one port and one run id throughout; nothing is left behind, and every restart works."""
+    """One port and one run id throughout; nothing is left behind, and every restart works."""
     port = free_port()
     with no_growth():
         for attempt in range(5):
@@ -78,7 +78,7 @@ def test_all_ranks_killed_and_restarted_four_times(point: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("point", POINTS)
 def test_ranks_die_with_their_launcher(point: str, tmp_path: Path) -> None:
-    """I5: in Python, in native waits of the host driver and in a capture; only the launcher's own ranks are hit."""
+    """In Python, in native waits of the host driver and in a capture; only the launcher's own ranks are hit."""
     command = [sys.executable, mini_programs.__file__, str(tmp_path), point]
     with (
         Signs(tmp_path) as signs,

@@ -47,7 +47,7 @@ def test_one_rank_killed(point: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("point", POINTS)
 def test_ranks_die_with_their_launcher(point: str, tmp_path: Path) -> None:
-    """I5, with all ranks at `point`: `replay` is a native wait for a step, `capture` a recording."""
+    """All ranks are at `point`: `replay` is a native wait for a step, `capture` a recording."""
     command = [sys.executable, point_programs.__file__, str(tmp_path), point]
     with Signs(tmp_path) as signs, subprocess.Popen(command, env={**os.environ, **rank_environment()}) as launcher:
         try:

@@ -1,4 +1,4 @@
-"""I1: containers give 64 MiB of /dev/shm or less. Nothing here uses it: windows are memfds, reserved up front."""
+"""Containers give 64 MiB of /dev/shm or less. Nothing here uses it: windows are memfds, reserved up front."""
 
 from __future__ import annotations
 

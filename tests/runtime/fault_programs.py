@@ -18,7 +18,7 @@ ENDINGS = {1: "raise", 2: "os._exit", 3: "SIGKILL"}
 
 
 def meet_and_part(group: Group) -> dict[str, Any]:
-    """E1: ranks whose dicts and hashes have orders of their own agree. I6: rank 0 goes on when the others are gone."""
+    """Ranks whose dicts and hashes have orders of their own agree; rank 0 goes on when the others are gone."""
     model = ByteModel([[3000, 5], [4000], [5000]])
     tensors = model.tensors()
     names = sorted(tensors, key=hash) if group.rank else list(tensors)

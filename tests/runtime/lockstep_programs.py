@@ -55,7 +55,7 @@ def stepper(runtime: Runtime, run: str) -> Callable[[], object]:
 
 
 def skip_a_step(group: Group, skipping: int, run: str, progress: bool, transport: str) -> list[Any]:
-    """A1 A3: rank `skipping` does not come to the third step; what all are told, and what they are refused then."""
+    """Rank `skipping` does not come to the third step; what all are told, and what they are refused then."""
     model = ByteModel(LAYERS)
     with compiled(group, model, transport, progress=progress) as runtime:
         act = stepper(runtime, run)
@@ -72,7 +72,7 @@ def skip_a_step(group: Group, skipping: int, run: str, progress: bool, transport
 
 
 def stop_earlier(group: Group, transport: str) -> list[Any]:
-    """A2: ranks stop after 3, 5, 5 steps; the first to stop goes on with another model."""
+    """Ranks stop after 3, 5, 5 steps; the first to stop goes on with another model."""
     model, other = ByteModel(LAYERS), ByteModel(LAYERS, name="draft")
     with compiled(group, model, transport, timeout_s=PATIENT_S) as runtime, compiled(group, other, transport) as draft:
         act = stepper(runtime, "graph")
@@ -91,7 +91,7 @@ def stop_earlier(group: Group, transport: str) -> list[Any]:
 
 
 def mix_shapes(group: Group) -> list[Any]:
-    """A4: each rank replays a graph of its own batch size; gathers are the same in all of them."""
+    """Each rank replays a graph of its own batch size; gathers are the same in all of them."""
     model = ByteModel(LAYERS)
     with compiled(group, model, capture_sizes=[1, 2, 4]) as runtime:
         wrong = []
@@ -104,7 +104,7 @@ def mix_shapes(group: Group) -> list[Any]:
 
 
 def mix_runs(group: Group, transport: str) -> list[Any]:
-    """A5: rank 0 replays, the others run eagerly."""
+    """Rank 0 replays, the others run eagerly."""
     model = ByteModel(LAYERS)
     with compiled(group, model, transport, timeout_s=PATIENT_S) as runtime:
         runtime.run(1)
@@ -114,7 +114,7 @@ def mix_runs(group: Group, transport: str) -> list[Any]:
 
 
 def gather_another(group: Group, transport: str) -> list[Any]:
-    """A13: rank 1 gathers layer 1 where the others gather layer 0, of the same size."""
+    """Rank 1 gathers layer 1 where the others gather layer 0, of the same size."""
     model = ByteModel([[4096]] * 3)
     with compiled(group, model, transport, timeout_s=PATIENT_S) as runtime:
         unit = 1 if group.rank == 1 else 0
@@ -124,7 +124,7 @@ def gather_another(group: Group, transport: str) -> list[Any]:
 
 
 def swap_runtimes(group: Group, swapped: bool) -> list[Any]:
-    """B1 B2: target and draft, each with a communicator; with `swapped`, rank 1 steps the draft first."""
+    """Target and draft, each with a communicator; with `swapped`, rank 1 steps the draft first."""
     target, draft = ByteModel(LAYERS), ByteModel([[700], [800]], name="draft")
     with compiled(group, target) as first, compiled(group, draft) as second:
         acts = [stepper(first, "graph"), stepper(second, "graph")]
@@ -146,7 +146,7 @@ def swap_runtimes(group: Group, swapped: bool) -> list[Any]:
 
 
 def step_on_two_threads(group: Group) -> list[Any]:
-    """B3: two threads of each rank replay one graph; steps do not meet."""
+    """Two threads of each rank replay one graph; steps do not meet."""
     model = ByteModel(LAYERS)
     with compiled(group, model, timeout_s=PATIENT_S) as runtime:
         graph = runtime.graph(1)
@@ -157,7 +157,7 @@ def step_on_two_threads(group: Group) -> list[Any]:
 
 
 def every_order(group: Group, head: str, orders: list[list[str]]) -> list[str]:
-    """B4: eager steps, replays, prefetches and captures follow each other in `orders`."""
+    """Eager steps, replays, prefetches and captures follow each other in `orders`."""
     model = ByteModel(LAYERS)
     wrong = []
     with compiled(group, model, head=head, timeout_s=PATIENT_S, capture_sizes=[1, 2]) as runtime:
@@ -178,7 +178,7 @@ def every_order(group: Group, head: str, orders: list[list[str]]) -> list[str]:
 
 
 def stall_inside(group: Group, transport: str) -> list[Any]:
-    """I9: the last compute of rank 1's replay stands still for longer than the limit; then a capture is tried."""
+    """The last compute of rank 1's replay stands still for longer than the limit; then a capture is tried."""
     model = ByteModel(LAYERS)
     latch = Latch(is_open=True)
     with compiled(group, model, transport, timeout_s=PATIENT_S, capture_sizes=()) as probe:
@@ -197,7 +197,7 @@ def stall_inside(group: Group, transport: str) -> list[Any]:
 
 
 def end_in_a_step(group: Group, how: str, transport: str) -> list[Any]:
-    """I6 A14: rank 1's process ends, stops, or closes its runtime before the third step."""
+    """Rank 1's process ends, stops, or closes its runtime before the third step."""
     model = ByteModel(LAYERS)
     timeout_s = LIMIT_S if how == "SIGSTOP" else PATIENT_S
     with compiled(group, model, transport, timeout_s=timeout_s) as runtime:
@@ -219,7 +219,7 @@ def end_in_a_step(group: Group, how: str, transport: str) -> list[Any]:
 
 
 def refuse_a_launch(group: Group, transport: str) -> list[Any]:
-    """A7: rank 1's driver refuses to launch its step."""
+    """Rank 1's driver refuses to launch its step."""
     model, shape = ByteModel(LAYERS), StepShape(1)
 
     def refuse() -> None:

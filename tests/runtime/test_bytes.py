@@ -31,7 +31,7 @@ def test_depths_units_and_heads(units: str, depth: int, head: str, transport: st
 @pytest.mark.parametrize("num_slots", [2, 3])
 @pytest.mark.parametrize("num_layers", [1, 2, 3, 4, 5, 7, 61])
 def test_slots_that_do_not_divide_the_layers(num_layers: int, num_slots: int, head: str, transport: str) -> None:
-    """Fault D1: slot = i mod k goes wrong at the wrap-around when k does not divide the number of units."""
+    """`slot = i mod k` goes wrong at the wrap-around when k does not divide the number of units."""
     check(
         2,
         [[1000 + layer] for layer in range(num_layers)],
@@ -61,11 +61,11 @@ def test_processes() -> None:
 
 
 def test_a_weight_read_at_two_far_ends(transport: str) -> None:
-    """Fault D2's neighbours: the same unit in two residencies, the first of one step after the last of another."""
+    """The same unit in two residencies, the first of one step after the last of another."""
     check(2, [[5000], [6000], [7000]], tied=True, units="weight", prefetch_depth=1, include=["*"], transport=transport)
 
 
 @pytest.mark.parametrize("layers", [[[100], [100]], [[100]], [[64], [64], [64]]])
 def test_equal_neighbours(layers: list[list[int]], transport: str) -> None:
-    """Fault D2: neighbours of equal size have slots of their own."""
+    """Neighbours of equal size have slots of their own."""
     check(2, layers, units="weight", prefetch_depth=1, head="tail", transport=transport)

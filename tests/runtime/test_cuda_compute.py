@@ -52,7 +52,7 @@ def test_eager_steps_and_replays_see_the_right_bytes(choices: dict[str, object])
             assert rig.wrong_after(act) == []
 
 
-def test_capture_runs_nothing_of_the_step_and_warms_up_before(rig: Rig) -> None:  # B8
+def test_capture_runs_nothing_of_the_step_and_warms_up_before(rig: Rig) -> None:
     segments = len(rig.model.segments)
     rig.torch_cuda.log.clear()
     rig.plot.before[FIRST] = lambda: rig.torch_cuda.note("first segment")
@@ -66,7 +66,7 @@ def test_capture_runs_nothing_of_the_step_and_warms_up_before(rig: Rig) -> None:
     assert rig.plot.runs == []  # Python is not run again
 
 
-def test_warm_ups_are_made_where_the_capture_is(rig: Rig) -> None:  # D11
+def test_warm_ups_are_made_where_the_capture_is(rig: Rig) -> None:
     """On one thread and one stream: torch keys GEMM workspaces by both, and must have this one before the capture."""
     places: list[tuple[int, int]] = []
     rig.plot.before[FIRST] = lambda: places.append((threading.get_ident(), rig.torch_cuda.current_stream()))
@@ -78,7 +78,7 @@ def test_warm_ups_are_made_where_the_capture_is(rig: Rig) -> None:  # D11
     assert first[0][1] == second[0][1] == rig.streams[0].handle
 
 
-def test_warm_up_needs_no_gather(rig: Rig) -> None:  # B8: before the first collective
+def test_warm_up_needs_no_gather(rig: Rig) -> None:  # it comes before the first collective
     primes = rig.runtime.num_primes
     rig.compute.warm_up(rig.shape, rig.bound().computes)
     assert rig.runtime.num_primes == primes and len(rig.plot.runs) == NUM_WARM_UPS * len(rig.model.segments)
@@ -122,7 +122,7 @@ def test_steps_after_one_another_are_ordered_from_any_stream(rig: Rig) -> None:
 @pytest.mark.parametrize("is_enabled", [True, False])
 @pytest.mark.parametrize("error", [None, RuntimeError("lost"), KeyboardInterrupt(), ProgramError("ours")])
 def test_gc_is_off_in_the_window_and_then_as_it_was(rig: Rig, is_enabled: bool, error: BaseException | None) -> None:
-    """C9"""
+    """After a capture that succeeds, and after one that fails."""
     if error is not None:
         rig.plot.before[LAST] = nth(NUM_WARM_UPS + 1, raiser(error))
     was_enabled = gc.isenabled()
@@ -142,7 +142,7 @@ def test_gc_is_off_in_the_window_and_then_as_it_was(rig: Rig, is_enabled: bool, 
         pass  # given back
 
 
-def test_finalisers_of_garbage_run_outside_the_window(rig: Rig) -> None:  # C9
+def test_finalisers_of_garbage_run_outside_the_window(rig: Rig) -> None:
     class Old:
         """An old graph in a reference cycle, whose finaliser would make driver calls."""
 
@@ -171,7 +171,7 @@ def test_finalisers_of_garbage_run_outside_the_window(rig: Rig) -> None:  # C9
     assert not any(is_open)
 
 
-def test_capture_waits_for_all_streams_first(rig: Rig) -> None:  # C7
+def test_capture_waits_for_all_streams_first(rig: Rig) -> None:
     latch = Latch()
     prefetch = rig.streams[-1]
     prefetch.wait_value(latch.word.address, 1)  # stalled side work of an eager step
@@ -188,7 +188,7 @@ def test_capture_waits_for_all_streams_first(rig: Rig) -> None:  # C7
     assert rig.torch_cuda.log[0] == "capture begins"
 
 
-def test_a_stalled_stream_ends_the_capture_in_a_named_error(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:  # C7
+def test_a_stalled_stream_ends_the_capture_in_a_named_error(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     latch = Latch()
     rig.streams[-1].wait_value(latch.word.address, 1)
     monkeypatch.setattr(rig.compute, "_timeout_s", 0.2)
@@ -200,14 +200,14 @@ def test_a_stalled_stream_ends_the_capture_in_a_named_error(rig: Rig, monkeypatc
     assert "capture begins" not in rig.torch_cuda.log
 
 
-def test_events_of_eager_steps_are_not_waited_for_inside(rig: Rig) -> None:  # C1
+def test_events_of_eager_steps_are_not_waited_for_inside(rig: Rig) -> None:
     for _ in range(3):
         rig.compute.issue(rig.shape, rig.bound())  # leaves every gate recorded
     step = rig.capture()
     assert rig.wrong_after(step.launch) == []
 
 
-def test_captures_exclude_each_other_and_a_replay_may_run_beside_one(rig: Rig) -> None:  # C8
+def test_captures_exclude_each_other_and_a_replay_may_run_beside_one(rig: Rig) -> None:
     step = rig.capture()
     in_capture, go_on = threading.Event(), threading.Event()
 
@@ -235,7 +235,7 @@ def test_captures_exclude_each_other_and_a_replay_may_run_beside_one(rig: Rig) -
 
 
 @pytest.mark.parametrize("path", [FIRST, "layers.1.s0", LAST])
-def test_a_failed_capture_leaves_nothing(rig: Rig, path: str) -> None:  # C13
+def test_a_failed_capture_leaves_nothing(rig: Rig, path: str) -> None:
     good = rig.capture()
     assert rig.wrong_after(good.launch) == []
     num_pools, num_retired = rig.torch_cuda.num_pools, rig.runtime.driver.num_retired
@@ -255,7 +255,7 @@ def test_a_failed_capture_leaves_nothing(rig: Rig, path: str) -> None:  # C13
     assert rig.wrong_after(rig.capture().launch) == []
 
 
-def test_the_first_error_is_raised_not_the_lost_captures(rig: Rig) -> None:  # C13
+def test_the_first_error_is_raised_not_the_lost_captures(rig: Rig) -> None:
     def spoil() -> None:
         rig.torch_cuda.calls("cuStreamSynchronize", rig.torch_cuda.stream(rig.torch_cuda.current_stream()))
 
@@ -265,7 +265,7 @@ def test_the_first_error_is_raised_not_the_lost_captures(rig: Rig) -> None:  # C
     assert rig.wrong_after(rig.capture().launch) == []
 
 
-def test_a_segment_that_swallows_the_refusal_is_found_at_the_end(rig: Rig) -> None:  # C13
+def test_a_segment_that_swallows_the_refusal_is_found_at_the_end(rig: Rig) -> None:
     def spoil() -> None:
         with pytest.raises(RuntimeError):
             rig.torch_cuda.calls("cuStreamSynchronize", rig.torch_cuda.stream(rig.torch_cuda.current_stream()))
@@ -284,7 +284,7 @@ def test_errors_of_eager_segments_are_their_own(rig: Rig) -> None:
     assert rig.wrong_after(lambda: rig.compute.issue(rig.shape, rig.bound())) == []
 
 
-def test_work_on_the_default_stream_is_refused_with_the_ops_name(rig: Rig) -> None:  # B7
+def test_work_on_the_default_stream_is_refused_with_the_ops_name(rig: Rig) -> None:
     def add_there() -> None:
         with rig.torch_cuda.on_stream(0):
             torch.zeros(2).add_(1)
@@ -295,7 +295,7 @@ def test_work_on_the_default_stream_is_refused_with_the_ops_name(rig: Rig) -> No
     assert "capture begins" not in rig.torch_cuda.log
 
 
-def test_a_swallowed_refusal_is_raised_all_the_same(rig: Rig) -> None:  # B7
+def test_a_swallowed_refusal_is_raised_all_the_same(rig: Rig) -> None:
     def add_there() -> None:
         with rig.torch_cuda.on_stream(0), pytest.raises(DeviceError):
             torch.zeros(2).add_(1)
@@ -311,7 +311,7 @@ def test_random_numbers_are_refused_before_the_capture(rig: Rig) -> None:
         rig.capture()
 
 
-def test_a_segment_may_not_leave_another_stream_the_current_one(rig: Rig) -> None:  # B7
+def test_a_segment_may_not_leave_another_stream_the_current_one(rig: Rig) -> None:
     other = rig.torch_cuda.new_stream()
     rig.plot.before[LAST] = lambda: rig.torch_cuda.set_stream(other)
     with pytest.raises(ProgramError, match=rf"segment {LAST} left stream {other:#x} the current one"):

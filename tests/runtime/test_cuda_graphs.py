@@ -26,7 +26,7 @@ def resident_mib() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() >> 20
 
 
-def test_graphs_share_one_pool_while_one_of_them_lives() -> None:  # D12
+def test_graphs_share_one_pool_while_one_of_them_lives() -> None:
     with open_rig(batch_sizes=(1, 2, 4)) as rig:
         steps = [rig.capture(shape) for shape in rig.shapes]
         assert [shape.batch_size for shape in rig.shapes] == [4, 2, 1]  # largest first: smaller ones fit in
@@ -43,7 +43,7 @@ def test_graphs_share_one_pool_while_one_of_them_lives() -> None:  # D12
         assert rig.torch_cuda.num_pools == 2  # torch refuses to share a pool that went with its last graph
 
 
-def test_a_failed_first_capture_keeps_its_pool(rig: Rig) -> None:  # C13
+def test_a_failed_first_capture_keeps_its_pool(rig: Rig) -> None:
     rig.plot.before[FIRST] = nth(NUM_WARM_UPS + 1, raiser(RuntimeError("no")))
     with pytest.raises(DeviceError):
         rig.capture()
@@ -63,7 +63,7 @@ def test_a_closed_step_refuses_and_closing_twice_is_nothing(rig: Rig) -> None:
     assert rig.torch_cuda.log.count("reset") == 1
 
 
-def test_memory_follows_the_graphs_that_live(rig: Rig) -> None:  # D12
+def test_memory_follows_the_graphs_that_live(rig: Rig) -> None:
     def counts() -> tuple[int, int]:
         rig.synchronize()
         rig.torch_cuda.kernels.clear()

@@ -54,7 +54,7 @@ def test_steps_eager_and_captured_on_each_rank(choices: dict[str, object]) -> No
     assert run_on_ranks(steps_of_all_kinds, 2, choices) == [[], []]
 
 
-def test_kernels_are_loaded_before_the_first_gather() -> None:  # B8
+def test_kernels_are_loaded_before_the_first_gather() -> None:
     def first_runs(group: Group) -> tuple[list[str], int]:
         order: list[str] = []
         check = Runtime.check_gathers
@@ -126,7 +126,7 @@ def test_loops_are_ordered_on_the_callers_stream() -> None:
     assert run_on_ranks(loop, 2) == [[], []]
 
 
-def test_a_kernel_that_cannot_be_loaded_fails_compile_on_every_rank() -> None:  # A14
+def test_a_kernel_that_cannot_be_loaded_fails_compile_on_every_rank() -> None:
     def compile_it(group: Group) -> str:
         def refuse() -> None:
             raise RuntimeError("no kernel image")

@@ -1,4 +1,4 @@
-"""Steps that hold another communicator's collectives on the compute stream: a server's tensor parallelism. B1, B2.
+"""Steps that hold another communicator's collectives on the compute stream: a server's tensor parallelism.
 
 On a GPU the server's calls are what its segments enqueue on torch's current stream; here the host driver plays the GPU
 and the calls are NCCL's own, see `server_rig`.
@@ -22,7 +22,7 @@ NUM_ORDERS = 300
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: "-".join(map(str, plan.values())))
 def test_two_communicators_in_one_step_are_right_in_every_order(plan: dict[str, Any], kind: str) -> None:
-    """B1: each rank has one worker for all streams of the graph, and takes their nodes in an order of its own.
+    """Each rank has one worker for all streams of the graph, and takes their nodes in an order of its own.
 
     Ranks are threads that capture in turn, though a warm-up waits for the others: it is no part of the capture.
     """
@@ -32,7 +32,7 @@ def test_two_communicators_in_one_step_are_right_in_every_order(plan: dict[str, 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_the_order_of_issue_is_one_on_all_ranks(mode: str) -> None:
-    """B1: gathers of weights and the server's calls lie in the captured step as the program has them."""
+    """Gathers of weights and the server's calls lie in the captured step as the program has them."""
     first, *others = run_on_ranks(serve, 2, "ordinary", PLANS[1], 3, mode=mode)
     expected = ["gather 0"]
     for unit in range(1, NUM_LAYERS):
@@ -43,7 +43,7 @@ def test_the_order_of_issue_is_one_on_all_ranks(mode: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_server_that_leaves_a_collective_out_ends_the_step_by_name(kind: str) -> None:
-    """B2: what the server does wrong holds our step up; all ranks are told so in time, and all can close."""
+    """What the server does wrong holds our step up; all ranks are told so in time, and all can close."""
     told = run_on_ranks(leave_one_out, 2, kind, LIMIT_S)
     (text,) = {found["text"] for found in told}
     assert re.match(

@@ -142,7 +142,7 @@ def test_captures_are_thread_local_and_share_a_pool(played: PlayedTorch, seam: V
 @pytest.mark.parametrize("fails_inside", [False, True])
 def test_a_lost_capture_gives_the_current_stream_back(
     played: PlayedTorch, seam: VendorTorchCuda, fails_inside: bool
-) -> None:  # C13
+) -> None:
     played.fails_at_end = True
     with pytest.raises(RuntimeError, match="capture was lost") as caught, seam.capture(seam.new_graph(), None, OURS):
         if fails_inside:
@@ -153,7 +153,7 @@ def test_a_lost_capture_gives_the_current_stream_back(
 
 def test_a_lost_capture_ends_for_the_allocator_too(
     played: PlayedTorch, seam: VendorTorchCuda, monkeypatch: pytest.MonkeyPatch
-) -> None:  # D11
+) -> None:
     lost: list[object] = []
     monkeypatch.setattr("graphshard.runtime.cuda.torch_cuda._lost", lost)
     graph = seam.new_graph()

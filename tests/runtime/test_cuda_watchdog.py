@@ -70,7 +70,7 @@ def stuck(group: Group, stalled: int, progress: bool) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("progress", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_a_stuck_replay_is_found_while_nobody_waits(progress: bool) -> None:  # I9
+def test_a_stuck_replay_is_found_while_nobody_waits(progress: bool) -> None:
     told = run_on_ranks(stuck, 2, 1, progress, mode="processes")
     errors = {rank["error"] for rank in told}
     assert len(errors) == 1, "one failure is everybody's"
@@ -98,7 +98,7 @@ def other_step(group: Group) -> str:
 
 
 @pytest.mark.slow
-def test_a_peer_that_closed_is_found_at_once() -> None:  # A2
+def test_a_peer_that_closed_is_found_at_once() -> None:
     assert "rank 1 (pid" in (text := run_on_ranks(other_step, 2, mode="processes")[0])
     assert "closed its runtime while rank 0 waited for step 1" in text
 
@@ -123,11 +123,11 @@ def captures(group: Group) -> tuple[list[str], int, int]:
         return wrong, runtime.num_steps, len(rank.torch_cuda.pools)
 
 
-def test_looks_disturb_no_capture() -> None:  # C8
+def test_looks_disturb_no_capture() -> None:
     assert run_on_ranks(captures, 2) == [([], 110, 101)] * 2
 
 
-def test_a_capture_of_the_strictest_mode_survives_looks() -> None:  # C8
+def test_a_capture_of_the_strictest_mode_survives_looks() -> None:
     """A capture of the caller's own, global mode, on this thread, while another thread looks."""
 
     def look_on(group: Group) -> bool:
@@ -168,7 +168,7 @@ def paused(group: Group) -> bool:
         return runtime._alignment.broken is None
 
 
-def test_a_pause_is_no_time_that_a_peer_was_waited_for() -> None:  # C8
+def test_a_pause_is_no_time_that_a_peer_was_waited_for() -> None:
     assert run_on_ranks(paused, 2) == [True, True]
 
 

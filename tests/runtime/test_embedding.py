@@ -213,7 +213,7 @@ def unlike_by_c(group: Group) -> list[str | None]:
 
 @pytest.mark.slow
 def test_under_nccl_closing_after_unlike_replays_of_c_looks_at_the_peers(capfd: pytest.CaptureFixture[str]) -> None:
-    """A1, I9: long before the limit of 30 s, and saying why. In processes: the gather stays stuck until they end."""
+    """Long before the limit of 30 s, and saying why. In processes: the gather stays stuck until they end."""
     (late, must_exit), (_, other) = run_on_ranks(unlike_by_c, 2, mode="processes")
     assert late == (
         "the outputs of step shape 1x1 (transport nccl) did not come within 50 ms; "

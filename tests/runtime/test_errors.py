@@ -41,7 +41,7 @@ def test_waits_have_a_limit(timeout_s: float) -> None:
 
 
 def test_a_missing_weight_on_one_rank_is_the_same_error_on_all() -> None:
-    """Fault A14: a rank-local error does not leave the others in the next collective."""
+    """A rank-local error does not leave the others in the next collective."""
 
     def rank(group: Group) -> None:
         model = ByteModel(LAYERS)

@@ -1,4 +1,4 @@
-"""What goes on beside a capture (C1, C7, C8, C9, C15), over both transports: work, watchers, garbage, helpers."""
+"""What goes on beside a capture, over both transports: work, watchers, garbage, helpers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def capture_anew(runtime: Runtime) -> None:
     runtime.capture()
 
 
-# --- C1 ---
+# --- events recorded before the capture ---
 
 
 def capture_after_warm_ups(group: Group, transport: str, head: str) -> tuple[list[str], dict[str, int]]:
@@ -58,16 +58,16 @@ def capture_after_warm_ups(group: Group, transport: str, head: str) -> tuple[lis
 
 @pytest.mark.parametrize("head", HEADS)
 def test_events_recorded_before_a_capture_are_not_waited_for_inside(head: str, transport: str) -> None:
-    """Fault C1: the list has events of its own in a capture, and the first gather is inside or before the launch."""
+    """The list has events of its own in a capture, and the first gather is inside or before the launch."""
     for wrong, nodes in run_on_ranks(capture_after_warm_ups, 2, transport, head):
         assert wrong == [] and not {"event_record", "event_wait"} & set(nodes)
 
 
-# --- C7 ---
+# --- side streams that still run ---
 
 
 def test_a_capture_begins_when_side_streams_are_done(transport: str) -> None:
-    """Fault C7: nothing is recorded while a gather from outside still runs."""
+    """Nothing is recorded while a gather from outside still runs."""
     model, latch = ByteModel(LAYERS), Latch()
     seen: list[int] = []
 
@@ -88,7 +88,7 @@ def test_a_capture_begins_when_side_streams_are_done(transport: str) -> None:
 
 
 def test_a_side_stream_that_does_not_end_is_named_and_nothing_is_captured() -> None:
-    """Fault C7: under pull the next capture works; under nccl the communicator is broken, see test_nccl_peers."""
+    """Under pull the next capture works; under nccl the communicator is broken, see test_nccl_peers."""
     model, latch = ByteModel(LAYERS), Latch()
     with alone(model, capture_sizes=[]) as runtime:
         runtime._streams["prefetch"].wait_value(latch.word.address, 1)
@@ -102,7 +102,7 @@ def test_a_side_stream_that_does_not_end_is_named_and_nothing_is_captured() -> N
         assert wrong_after(runtime, model, runtime.graph(1).replay) == []
 
 
-# --- C8 ---
+# --- watchdogs ---
 
 
 @contextmanager
@@ -152,13 +152,13 @@ def capture_under_watch(group: Group, transport: str) -> tuple[list[str], int]:
 
 
 def test_a_watchdog_disturbs_no_capture(transport: str) -> None:
-    """Fault C8: two ranks capture 50 times each, each watched each millisecond; no capture is lost, no step is late."""
+    """Two ranks capture 50 times each, each watched each millisecond; no capture is lost, no step is late."""
     for wrong, num_looks in run_on_ranks(capture_under_watch, 2, transport):
         assert wrong == [] and num_looks > 0
 
 
 def test_a_watchdog_disturbs_no_capture_that_torch_opens() -> None:
-    """Fault C8: the same where torch.cuda.graph would open the capture: thread-local mode."""
+    """The same where torch.cuda.graph would open the capture: thread-local mode."""
     with open_rig() as rig, watched(lambda: look_at(rig.runtime)) as looks:
         for _ in range(100):
             rig.capture().close()
@@ -167,7 +167,7 @@ def test_a_watchdog_disturbs_no_capture_that_torch_opens() -> None:
         assert looks[0] > 0
 
 
-# --- C9 ---
+# --- garbage collection ---
 
 
 class Old:
@@ -179,7 +179,7 @@ class Old:
 
 @pytest.mark.parametrize("is_enabled", [True, False])
 def test_garbage_is_collected_beside_captures_and_gc_stays_as_it_was(is_enabled: bool, transport: str) -> None:
-    """Fault C9: 50 captures, each with an old one in the garbage and a collection at every allocation."""
+    """50 captures, each with an old one in the garbage and a collection at every allocation."""
     model, olds = ByteModel(LAYERS), []
     was_enabled, thresholds = gc.isenabled(), gc.get_threshold()
     with alone(model, capture_sizes=[], transport=transport) as runtime:
@@ -201,7 +201,7 @@ def test_garbage_is_collected_beside_captures_and_gc_stays_as_it_was(is_enabled:
 
 @pytest.mark.parametrize("is_enabled", [True, False])
 def test_gc_is_as_it_was_after_a_capture_that_failed(is_enabled: bool, transport: str) -> None:
-    """Fault C9."""
+    """On or off, as it was when the capture began."""
     model = ByteModel(LAYERS)
     was_enabled = gc.isenabled()
     with alone(model, capture_sizes=[], transport=transport) as runtime:
@@ -216,11 +216,11 @@ def test_gc_is_as_it_was_after_a_capture_that_failed(is_enabled: bool, transport
             (gc.enable if was_enabled else gc.disable)()
 
 
-# --- C15 ---
+# --- helpers ---
 
 
 def test_helpers_run_beside_another_threads_capture_or_refuse_before_it(transport: str) -> None:
-    """Fault C15: none uses a stream that a capture elsewhere would look at; a second capture is refused by name."""
+    """None uses a stream that a capture elsewhere would look at; a second capture is refused by name."""
     model = ByteModel(LAYERS)
     device = open_device()
     origin, memory = Stream(device.driver), device.allocate(8192, exportable=True)

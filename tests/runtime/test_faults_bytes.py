@@ -79,7 +79,7 @@ def steps_of(group: Group, model: Any, **choices: Any) -> list[str]:
         return [line for act in acts for line in wrong_after(runtime, model, act)]
 
 
-# --- G1 ---
+# --- empty and odd sizes ---
 
 
 def odd_sizes(group: Group, units: str, transport: str) -> list[str]:
@@ -108,12 +108,12 @@ def odd_sizes(group: Group, units: str, transport: str) -> list[str]:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
 def test_odd_sizes_come_back_whole(world_size: int, transport: str) -> None:
-    """Fault G1: weights of 0, 1, N-1, N, N+1 and 16N-1 bytes, layers without weights, tensors without rows."""
+    """Weights of 0, 1, N-1, N, N+1 and 16N-1 bytes, layers without weights, tensors without rows."""
     for units in ("weight", "layer"):
         assert run_on_ranks(odd_sizes, world_size, units, transport) == [[]] * world_size
 
 
-# --- G11 ---
+# --- alignment ---
 
 MIXED = [
     ("uint8", (3,)),
@@ -130,7 +130,7 @@ MIXED = [
 def test_views_are_aligned_in_every_slot_wherever_they_came_from(
     world_size: int, alignment: int, transport: str, tmp_path: Path
 ) -> None:
-    """Fault G11: odd lengths before wide elements, odd offsets in the file, chunk borders inside elements."""
+    """Odd lengths before wide elements, odd offsets in the file, chunk borders inside elements."""
     file = tmp_path / "odd.safetensors"
     plain = [entry for entry in MIXED if entry[0] not in ("float4_e2m1fn_x2", "complex128")]
 
@@ -171,7 +171,7 @@ def unaligned(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return moved
 
 
-# --- G14 ---
+# --- padding ---
 
 
 def padding(group: Group, poison: bool, transport: str) -> list[int]:
@@ -209,19 +209,19 @@ def outside(unit: UnitLayout) -> Tensor:
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_padding_is_zero_in_shards_and_in_slots(world_size: int, transport: str) -> None:
-    """Fault G14: also after slots were poisoned, equal on all ranks and in all runs."""
+    """Also after slots were poisoned, equal on all ranks and in all runs."""
     sums = [result for poison in (True, False) for result in run_on_ranks(padding, world_size, poison, transport)]
     assert len(sums[0]) >= 2 and all(other == sums[0] for other in sums)
 
 
-# --- G15 ---
+# --- beyond 32 bits ---
 
 BIG = [(1 << 31) - 1, 1 << 31, (1 << 32) + 16, 3 << 30, 5 << 30]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 8])
 def test_offsets_have_64_bits_in_layouts(world_size: int) -> None:
-    """Fault G15: units of up to 5 GiB, rank * chunk_bytes beyond 2^32; no memory is needed."""
+    """Units of up to 5 GiB, rank * chunk_bytes beyond 2^32; no memory is needed."""
     reads = [(unit,) for unit in range(len(BIG))]
     plan = plan_of(reads, BIG, world_size=world_size, prefetch_depth=1)
     layout = build_layout(model_of(reads, BIG), plan)
@@ -254,7 +254,7 @@ def small_behind_large(layout: Layout, memory: RuntimeMemory, group: Group) -> t
 
 @pytest.mark.slow  # the driver backs windows with memory when it maps them: more than 8 GiB
 def test_offsets_have_64_bits_in_gathers() -> None:
-    """Fault G15: shard and slot windows of more than 4 GiB; the unit behind them is gathered."""
+    """Shard and slot windows of more than 4 GiB; the unit behind them is gathered."""
     sizes = [(1 << 32) + 4096, 5000]
     reads = [(unit,) for unit in range(2)]
     layout = build_layout(model_of(reads, sizes), plan_of(reads, sizes, world_size=1, prefetch_depth=1))
@@ -268,7 +268,7 @@ def test_offsets_have_64_bits_in_gathers() -> None:
 
 
 def test_sizes_beyond_32_bits_are_not_cut_off() -> None:
-    """Fault G15: cut to 32 bits, each of these would fit into the memory it names, and be accepted."""
+    """Cut to 32 bits, each of these would fit into the memory it names, and be accepted."""
     driver = open_device().driver
     memory, stream, wide = Memory(driver, 8192), Stream(driver), 1 << 32
     base = memory.address
@@ -290,7 +290,7 @@ def test_sizes_beyond_32_bits_are_not_cut_off() -> None:
         Memory(driver, (1 << 52) + (1 << 32))
 
 
-# --- G18 ---
+# --- dtypes ---
 
 DTYPES = ["uint8", "int8", "bool", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"]
 DTYPES += ["float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"]
@@ -298,14 +298,14 @@ DTYPES += ["uint16", "uint32", "complex64"]
 
 
 def test_every_dtype_comes_back_bit_for_bit(transport: str) -> None:
-    """Fault G18: all patterns of 8 and 16 bits, so every NaN's payload and both zeros; int4 pairs travel as uint8."""
+    """All patterns of 8 and 16 bits, so every NaN's payload and both zeros; int4 pairs travel as uint8."""
     layers = [[(dtype, (70_000 // getattr(torch, dtype).itemsize,))] for dtype in DTYPES]
     for wrong in run_on_ranks(lambda group: steps_of(group, TypedModel(layers), transport=transport), 3):
         assert wrong == []
 
 
 def test_special_values_keep_their_bits_through_a_segment() -> None:
-    """Fault G18: what a segment reads of a slot is the stored value: signalling NaNs and -0 included."""
+    """What a segment reads of a slot is the stored value: signalling NaNs and -0 included."""
     words = torch.tensor([0x7F800001, 0xFFC12345, 0x80000000, 0x7FC00000, 1], dtype=torch.int64).to(torch.int32)
     model = ByteModel([[words.numel() * 4], [64]])
     seen: list[list[int]] = []
@@ -322,6 +322,6 @@ def test_special_values_keep_their_bits_through_a_segment() -> None:
 
 
 def test_a_dtype_that_torch_lacks_is_refused_by_name() -> None:
-    """Fault G18: what cannot be a tensor is said so before anything is reserved."""
+    """What cannot be a tensor is said so before anything is reserved."""
     with pytest.raises(graphshard.SpecError, match=r"unknown dtype 'float3'; known are .*float4_e2m1fn_x2"):
         WeightSpec("w", (4,), "float3")

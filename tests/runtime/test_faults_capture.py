@@ -1,4 +1,4 @@
-"""Faults of captures (C) and of what a captured graph owns (D9, D10), each test named after the right outcome."""
+"""Faults of captures and of what a captured graph owns, each test named after the right outcome."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def captured_after(group: Group, head: str, transport: str, num_warm_ups: int, a
 
 @pytest.mark.parametrize("head", HEADS)
 def test_captures_are_equal_whatever_ran_before(head: str, transport: str) -> None:
-    """Fault C3: no host flag that a warm-up consumes decides what is captured."""
+    """No host flag that a warm-up consumes decides what is captured."""
     cases = [(0, ""), (1, ""), (2, ""), (0, "step"), (0, "capture"), (2, "step")]
     found = {text for case in cases for text in run_on_ranks(captured_after, 2, head, transport, *case)}
     assert len(found) == 1
@@ -108,12 +108,12 @@ def share_slots(group: Group, transport: str) -> list[str]:
 
 
 def test_graphs_of_several_step_shapes_share_slots_but_no_event(transport: str) -> None:
-    """Fault C4: graph A's event is never waited for by graph B; each pair of shapes may follow each other."""
+    """Graph A's event is never waited for by graph B; each pair of shapes may follow each other."""
     assert run_on_ranks(share_slots, 2, transport) == [[], []]
 
 
 def test_graphs_outlive_each_other(transport: str) -> None:
-    """Fault C4: closing one of two graphs takes nothing from the other, whichever was captured first."""
+    """Closing one of two graphs takes nothing from the other, whichever was captured first."""
     for closed in (1, 4):
         model = ByteModel(LAYERS)
         with alone(model, capture_sizes=[1, 4], transport=transport) as runtime:
@@ -126,7 +126,7 @@ def test_graphs_outlive_each_other(transport: str) -> None:
 
 
 def test_nothing_captured_can_be_waited_for_outside() -> None:
-    """Fault C5: a step hands out tensors, never an event; the host waits for a word, and its own lists' events."""
+    """A step hands out tensors, never an event; the host waits for a word, and its own lists' events."""
     model = ByteModel(LAYERS)
     with alone(model) as runtime:
         graph = runtime.graph(1)
@@ -140,7 +140,7 @@ def test_nothing_captured_can_be_waited_for_outside() -> None:
 
 
 def test_a_list_that_waits_for_another_captures_event_is_refused(rig: Rig) -> None:
-    """Fault C5: forced past the verifier, the driver refuses the capture; nothing is waited for silently."""
+    """Forced past the verifier, the driver refuses the capture; nothing is waited for silently."""
     for name, program in good_programs(3):
         lowered = lower(program, 2)
         waits = [i for i, op in enumerate(lowered.ops) if isinstance(op, Wait)]
@@ -154,7 +154,7 @@ def test_a_list_that_waits_for_another_captures_event_is_refused(rig: Rig) -> No
 
 
 def test_the_last_prefetch_is_joined(rig: Rig) -> None:
-    """Fault C6: the join is part of every list; without it the verifier and the driver refuse, with the same stream."""
+    """The join is part of every list; without it the verifier and the driver refuse, with the same stream."""
     number = 0
     for name, program in good_programs(4):
         lowered = lower(program, 2)
@@ -171,7 +171,7 @@ def test_the_last_prefetch_is_joined(rig: Rig) -> None:
 
 
 def test_what_comes_too_early_or_too_late_names_the_missing_step() -> None:
-    """Fault C10: there is no runtime before its windows, and every call says which step is missing."""
+    """There is no runtime before its windows, and every call says which step is missing."""
     model = ByteModel(LAYERS)
     runtime = alone(model, capture_sizes=[])
     with pytest.raises(graphshard.SpecError, match=r"captured: none\. Add it to capture_sizes, or call Ru"):
@@ -192,7 +192,7 @@ def test_what_comes_too_early_or_too_late_names_the_missing_step() -> None:
 
 
 def test_a_graph_closed_by_hand_says_what_to_do_and_can_be_captured_again() -> None:
-    """Fault C10: the advice in the error works."""
+    """The advice in the error works."""
     model = ByteModel(LAYERS)
     with alone(model) as runtime:
         graph = runtime.graph(1)
@@ -206,7 +206,7 @@ def test_a_graph_closed_by_hand_says_what_to_do_and_can_be_captured_again() -> N
 
 @pytest.mark.parametrize("whose", ["its own", "another's"])
 def test_a_capture_inside_a_capture_is_refused(whose: str) -> None:
-    """Fault C12: whether the inner one is of the same runtime (another shape) or of a second model's."""
+    """Whether the inner one is of the same runtime (another shape) or of a second model's."""
     model, other = ByteModel(LAYERS), ByteModel(LAYERS, name="draft")
     inner: list[Runtime] = []
 
@@ -226,7 +226,7 @@ def test_a_capture_inside_a_capture_is_refused(whose: str) -> None:
 
 
 def test_captures_of_two_threads_take_turns_or_say_who_holds_them_up() -> None:
-    """Fault C12: a short limit ends in an error that names the other capture, a long one in a turn of one's own."""
+    """A short limit ends in an error that names the other capture, a long one in a turn of one's own."""
     model, other = ByteModel(LAYERS), ByteModel(LAYERS, name="draft")
     is_inside, may_go_on = threading.Event(), threading.Event()
 
@@ -253,7 +253,7 @@ def test_captures_of_two_threads_take_turns_or_say_who_holds_them_up() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["raise", "item"])
 def test_failed_captures_leave_nothing_behind(how: str, transport: str) -> None:
-    """Fault C13: at the first, the middle and the last segment, 100 times each; then a good capture."""
+    """At the first, the middle and the last segment, 100 times each; then a good capture."""
     num_times = 100 if transport == "pull" else 20
     for index in range(3):
         model = ByteModel(LAYERS, temporaries=True)
@@ -278,7 +278,7 @@ def test_failed_captures_leave_nothing_behind(how: str, transport: str) -> None:
 
 
 def test_captured_memory_is_pinned_while_its_graph_lives() -> None:
-    """Fault D9: nobody is given a slot, a buffer or an arena block that a graph writes; after `close` all go."""
+    """Nobody is given a slot, a buffer or an arena block that a graph writes; after `close` all go."""
     model = ByteModel([[33 << 20], [3000]], temporaries=True)  # blocks so large that they are mappings of their own
     runtime = alone(model)
     graph = runtime.graph(1)
@@ -308,7 +308,7 @@ def test_captured_memory_is_pinned_while_its_graph_lives() -> None:
 
 
 def test_what_a_segment_made_inline_lives_as_long_as_its_graph() -> None:
-    """Fault D10: constants and temporaries without a name; the model itself may go."""
+    """Constants and temporaries without a name; the model itself may go."""
     model = ByteModel(LAYERS, temporaries=True)
     truth = model.tensors()
     with alone(model) as runtime:

@@ -1,4 +1,4 @@
-"""What captured graphs cost (D12): nothing but memory of their own, which goes with them; over both transports."""
+"""What captured graphs cost: nothing but memory of their own, which goes with them; over both transports."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def capture_and_destroy(group: Group, transport: str, num_times: int) -> tuple[s
 
 
 def test_200_captures_leave_what_one_leaves(transport: str) -> None:
-    """Fault D12: descriptors, mappings, what is retired and resident memory."""
+    """Descriptors, mappings, what is retired and resident memory."""
     run_on_ranks(capture_and_destroy, 2, transport, 3)
     with no_growth():
         assert run_on_ranks(capture_and_destroy, 2, transport, 200) == [("", [])] * 2
@@ -107,7 +107,7 @@ def keep_many(group: Group, transport: str, num_graphs: int) -> list[Any]:
 
 
 def test_35_graphs_hold_no_descriptor_and_no_window(transport: str) -> None:
-    """Fault D12: graphs that live cost nodes alone: counts are those of one graph, and fall back."""
+    """Graphs that live cost nodes alone: counts are those of one graph, and fall back."""
     with no_growth():
         assert run_on_ranks(keep_many, 2, transport, 35) == [["", [], 1]] * 2
     collect()

@@ -1,4 +1,4 @@
-"""Faults of ends (I4, I7, I10): flags and payloads, teardown in any order, exits and forks; nobody hangs."""
+"""Faults of ends: flags and payloads, teardown in any order, exits and forks; nobody hangs."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from graphshard.runtime.runtime import Runtime
 LAYERS = [[3000], [4000], [5000]]
 
 
-# --- I4 ---
+# --- payload before flag ---
 
 
 @pytest.mark.parametrize("num_words", [16, 1024])
 def test_what_a_step_announces_is_there(num_words: int) -> None:
-    """Fault I4: payload before flag, from a stream through a word to the host and back; csrc/tests does it 10^7 times.
+    """Payload before flag, from a stream through a word to the host and back; csrc/tests does it 10^7 times.
 
     Flags are written by C++ alone, with release, and read with acquire: words and control pages.
     """
@@ -50,7 +50,7 @@ def test_what_a_step_announces_is_there(num_words: int) -> None:
     assert stream.synchronize(LIMIT_S)
 
 
-# --- I7 ---
+# --- ends in any order ---
 
 
 def lent_to(group: Group) -> tuple[Runtime, ByteModel] | None:
@@ -119,7 +119,7 @@ KNOWN = [expected_refusal([name]) for name in ("runtime", "graph", "windows")]
 
 
 def test_dropped_runtimes_leave_nothing_behind() -> None:
-    """Fault I7: nobody calls close; references go in any order, and everything goes with the last of them."""
+    """Nobody calls close; references go in any order, and everything goes with the last of them."""
     run_on_ranks(lent_to, 2)
     with no_growth():
         for order in itertools.permutations(range(3)):
@@ -165,7 +165,7 @@ EXIT = """
 
 
 def test_the_interpreter_may_end_with_everything_alive() -> None:
-    """Fault I7: graphs, windows, a step that never ends; the process ends at once, silently, with its own code."""
+    """Graphs, windows, a step that never ends; the process ends at once, silently, with its own code."""
     command = [sys.executable, "-c", textwrap.dedent(EXIT)]
     here = os.path.dirname(__file__)
     path = os.pathsep.join([here, os.path.join(os.path.dirname(here), "verify"), rank_environment()["PYTHONPATH"]])
@@ -174,11 +174,11 @@ def test_the_interpreter_may_end_with_everything_alive() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (7, "CommError\ndone\n", "")
 
 
-# --- I10 ---
+# --- forks ---
 
 
 def test_use_in_a_forked_child_is_refused_and_disturbs_nobody() -> None:
-    """Fault I10: the child may not step, capture, gather or compile; its closing closes nothing of the parent's."""
+    """The child may not step, capture, gather or compile; its closing closes nothing of the parent's."""
     model = ByteModel(LAYERS)
     groups = LocalGroup(1)
     runtime = compile_bytes(groups[0], model, units="layer", prefetch_depth=1, head="tail")

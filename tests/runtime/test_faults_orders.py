@@ -67,7 +67,7 @@ def orders_of(group: Group, cases: list[tuple[list[list[int]], dict[str, object]
 
 @pytest.mark.parametrize("head", HEADS)
 def test_slots_are_right_in_every_order(head: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Faults D1, D2, D7: any number of units and slots, equal neighbours, a weight read twice, two step shapes."""
+    """Any number of units and slots, equal neighbours, a weight read twice, two step shapes."""
     cases: list[tuple[list[list[int]], dict[str, object]]] = [
         ([[600 + layer] for layer in range(num_layers)], {"units": "layer", "prefetch_depth": depth, "head": head})
         for num_layers in (1, 2, 3, 4, 5, 7, 61)
@@ -100,7 +100,7 @@ def orders_in_step(group: Group, choices: dict[str, object]) -> list[str]:
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_collective_gathers_are_right_in_every_order_of_each_rank(depth: int, head: str) -> None:
-    """Faults B1, D7: no order of one rank's nodes makes another rank wait forever, or see wrong bytes."""
+    """No order of one rank's nodes makes another rank wait forever, or see wrong bytes."""
     assert run_on_ranks(orders_in_step, 3, {"prefetch_depth": depth, "head": head}) == [[], [], []]
 
 
@@ -108,7 +108,7 @@ def test_collective_gathers_are_right_in_every_order_of_each_rank(depth: int, he
 
 
 def test_good_programs_are_right_in_every_order(rig: Rig, capsys: pytest.CaptureFixture[str]) -> None:
-    """Faults D6, D7: two steps of each program from poisoned slots, with one and two copy streams, eagerly too."""
+    """Two steps of each program from poisoned slots, with one and two copy streams, eagerly too."""
     number = 0
     for name, program in good_programs(5):
         for num_copy_streams in (1, 2):
@@ -164,7 +164,7 @@ def judge(rig: Rig, mutants: Iterable[Mutant], lists: Callable[[Mutant], dict[st
 
 
 def test_harmful_program_mutants_show_wrong_bytes(rig: Rig, capsys: pytest.CaptureFixture[str]) -> None:
-    """Faults D1, D6, D7: each mutant forced past the verifier; its verdict is what happens, both ways."""
+    """Each mutant forced past the verifier; its verdict is what happens, both ways."""
     mutants = (mutant for _, program in good_programs(3) for mutant in program_mutants(program))
     tally = judge(rig, mutants, lambda mutant: {})
     total = tally.total()
@@ -190,7 +190,7 @@ def test_harmful_program_mutants_show_wrong_bytes(rig: Rig, capsys: pytest.Captu
 def test_harmful_list_mutants_are_refused_or_show_wrong_bytes(
     rig: Rig, head: str, num_copy_streams: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Faults C6, D6, D7: unjoined streams and foreign waits are refused at capture; the others show wrong bytes."""
+    """Unjoined streams and foreign waits are refused at capture; the others show wrong bytes."""
     program = program_of([(0,), (1,), (2,)], head=head, prefetch_depth=1)
     mutants = list_mutants(program, lower(program, 2, num_copy_streams))
 
@@ -210,7 +210,7 @@ def test_harmful_list_mutants_are_refused_or_show_wrong_bytes(
 
 
 def test_pairs_of_programs_are_right_in_every_order(rig: Rig) -> None:
-    """Faults C4, D7: graphs of unlike programs over the same slots, a second program in place of a draft's."""
+    """Graphs of unlike programs over the same slots, a second program in place of a draft's."""
     programs = [program_of([(0,), (1,), (2,)], head=head, prefetch_depth=1) for head in HEADS]
     programs += [program_of([(0,), (1,), (2,), (3,), (4,)], head=head, prefetch_depth=2) for head in HEADS]
     steps = [rig.step(program) for program in programs]

@@ -1,4 +1,4 @@
-"""Faults between processes (E1, I6): unlike orders of dicts and hashes, and peers that go in the middle of steps."""
+"""Faults between processes: unlike orders of dicts and hashes, and peers that go in the middle of steps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def parted() -> list[Outcome]:
 
 @pytest.mark.slow
 def test_lists_do_not_depend_on_the_order_of_dicts_or_on_hash_seeds(parted: list[Outcome]) -> None:
-    """Fault E1: windows, units and ops have an agreed order on ranks whose weights come in another one each."""
+    """Windows, units and ops have an agreed order on ranks whose weights come in another one each."""
     told = parted[0].value["told"]
     assert len({str(rank["hash"]) for rank in told}) == 4, "each rank has a hash seed of its own"
     assert len({str(rank["order"]) for rank in told}) > 1 and len({str(sorted(rank["order"])) for rank in told}) == 1
@@ -37,7 +37,7 @@ def test_lists_do_not_depend_on_the_order_of_dicts_or_on_hash_seeds(parted: list
 
 
 def test_survivors_go_on_and_close_when_peers_are_gone(parted: list[Outcome]) -> None:
-    """Fault I6: an exception, os._exit and SIGKILL between steps; who is left replays on, and knows who is gone."""
+    """An exception, os._exit and SIGKILL between steps; who is left replays on, and knows who is gone."""
     survivor = parted[0].value
     assert parted[0].error == "" and survivor["wrong"] == []
     assert survivor["num_steps"] >= 41
@@ -66,14 +66,14 @@ def leave_in_a_capture(group: Group, transport: str) -> list[str]:
 
 
 def test_a_rank_that_fails_in_its_capture_holds_nobody_up() -> None:
-    """Fault I6: a capture is local; nobody waits in it for others."""
+    """A capture is local; nobody waits in it for others."""
     outcomes = try_on_ranks(leave_in_a_capture, 3, "pull")
     assert [outcome.error for outcome in outcomes] == ["", "out of luck", ""]
     assert [outcomes[0].value, outcomes[2].value] == [[], []]
 
 
 def test_under_nccl_a_rank_that_fails_in_its_capture_is_named_on_all() -> None:
-    """Fault I6: the others gather what they record over, and are told that rank 1 will not come."""
+    """The others gather what they record over, and are told that rank 1 will not come."""
     first, second, third = try_on_ranks(leave_in_a_capture, 3, "nccl")
     assert second.error == "out of luck"
     for outcome in (first, third):

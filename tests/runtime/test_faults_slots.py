@@ -1,4 +1,4 @@
-"""Faults of slots and their order (D1 to D8): stalls hold each op in turn, so that a machine's speed hides nothing."""
+"""Faults of slots and their order: stalls hold each op in turn, so that a machine's speed hides nothing."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def rig() -> Rig:
     return Rig()
 
 
-# --- D1 ---
+# --- numbers of units and slots that do not divide ---
 
 
 def target_and_draft(group: Group, num_layers: int, depth: int, head: str, transport: str) -> list[str]:
@@ -61,14 +61,14 @@ def target_and_draft(group: Group, num_layers: int, depth: int, head: str, trans
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("num_layers", [1, 2, 3, 4, 5, 7, 61])
 def test_slots_fit_whatever_the_number_of_units(num_layers: int, depth: int, head: str, transport: str) -> None:
-    """Fault D1: also where the slots do not divide the units, beside a second model with slots of its own."""
+    """Also where the slots do not divide the units, beside a second model with slots of its own."""
     assert run_on_ranks(target_and_draft, 2, num_layers, depth, head, transport) == [[], []]
 
 
 @pytest.mark.parametrize("num_units", [2, 3, 4, 5])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_slots_modulo_k_show_wrong_bytes_where_the_wrap_does_not_fit(rig: Rig, num_units: int, depth: int) -> None:
-    """Fault D1: the arithmetic that others used, forced past the verifier, is as wrong as the verifier says."""
+    """The arithmetic that others used, forced past the verifier, is as wrong as the verifier says."""
     good = program_of([(u,) for u in range(num_units)], head="tail", prefetch_depth=depth)
     num_held = sum(unit is not None for unit in good.entry)
     mutant = modulo_slots(good, num_held + 1)
@@ -77,12 +77,12 @@ def test_slots_modulo_k_show_wrong_bytes_where_the_wrap_does_not_fit(rig: Rig, n
     assert (num_wrong == 0) == verify(mutant).is_good == (num_units % (num_held + 1) == 0)
 
 
-# --- D2 ---
+# --- neighbours ---
 
 
 @pytest.mark.parametrize("layers", [[[900], [900]], [[900]], [[900], [900], [900]]])
 def test_neighbours_do_not_share_a_slot_while_one_is_read(layers: list[list[int]]) -> None:
-    """Fault D2: with each reader stalled in turn until its neighbour has arrived, equal sizes or not."""
+    """With each reader stalled in turn until its neighbour has arrived, equal sizes or not."""
     model = ByteModel(layers)
     compiled = alone(model, capture_sizes=[])
     program, stays = compiled.programs[STEP], compiled.plan.residencies
@@ -104,7 +104,7 @@ def test_neighbours_do_not_share_a_slot_while_one_is_read(layers: list[list[int]
 
 
 def test_an_embedding_and_a_head_alone() -> None:
-    """Fault D2: no layer between the two readers of one weight; either alone is a neighbour of itself."""
+    """No layer between the two readers of one weight; either alone is a neighbour of itself."""
     for choices in ({"include": ["*"]}, {"outside_layers": True}, {}):
         model = ByteModel([[900]], tied=True)
         with alone(model, head="tail", **choices) as runtime:
@@ -112,12 +112,12 @@ def test_an_embedding_and_a_head_alone() -> None:
                 assert wrong_after(runtime, model, act) == []
 
 
-# --- D3 ---
+# --- memory dropped while it is read ---
 
 
 @pytest.mark.parametrize("how", ["eager", "captured"])
 def test_memory_is_kept_until_compute_has_read_it(how: str) -> None:
-    """Fault D3: everybody lets go of a runtime while a step reads a slot; nobody else is given its memory."""
+    """Everybody lets go of a runtime while a step reads a slot; nobody else is given its memory."""
     model = ByteModel(LAYERS)
     probe = alone(model, capture_sizes=[])
     gemm = gemms_of(probe.programs[STEP])[0]
@@ -143,7 +143,7 @@ def test_memory_is_kept_until_compute_has_read_it(how: str) -> None:
 
 
 def test_views_keep_what_they_show() -> None:
-    """Fault D3: a caller's view of a buffer or a slot outlives the runtime; the rest goes."""
+    """A caller's view of a buffer or a slot outlives the runtime; the rest goes."""
     model = ByteModel(LAYERS)
     runtime = alone(model)
     runtime.graph(1).replay()
@@ -155,7 +155,7 @@ def test_views_keep_what_they_show() -> None:
     assert torch.equal(slot, before) and model.wrong(outputs) == []
 
 
-# --- D4 ---
+# --- gathers beside loading ---
 
 
 class LateTensors(Mapping[str, Tensor]):
@@ -187,7 +187,7 @@ class LateTensors(Mapping[str, Tensor]):
 
 
 def test_no_rank_gathers_before_every_rank_has_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fault D4: rank 2 begins to load when the others stand at the border; they wait, and see its bytes."""
+    """Rank 2 begins to load when the others stand at the border; they wait, and see its bytes."""
     order: list[str] = []
     arrived = [threading.Event() for _ in range(3)]
     gather = Group.all_gather
@@ -216,13 +216,13 @@ def test_no_rank_gathers_before_every_rank_has_loaded(monkeypatch: pytest.Monkey
     assert {line.split(" ", 2)[2] for line in order[:3]} == {"has loaded"} and order[2] == "rank 2 has loaded"
 
 
-# --- D6 ---
+# --- gates that are moved or dropped ---
 
 
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_every_gate_that_is_moved_or_dropped_is_caught_and_harms_as_said(rig: Rig, depth: int, head: str) -> None:
-    """Fault D6: the verifier refuses each; where it says wrong bytes, some order really shows them, else none does."""
+    """The verifier refuses each; where it says wrong bytes, some order really shows them, else none does."""
     program = program_of([(0,), (1,), (0,), (2,), (3,)], head=head, prefetch_depth=depth)
     num_harmful = 0
     for mutant in program_mutants(program):
@@ -239,7 +239,7 @@ def test_every_gate_that_is_moved_or_dropped_is_caught_and_harms_as_said(rig: Ri
     assert num_harmful > 0 or depth == 0, "with depth 0 the last gather into the slot is always behind compute"
 
 
-# --- D7 ---
+# --- both directions of a slot's reuse ---
 
 
 def without_gate_waits(program: Program) -> Lowered:
@@ -252,7 +252,7 @@ def without_gate_waits(program: Program) -> Lowered:
 
 
 def test_both_directions_of_a_slots_reuse_are_waited_for(rig: Rig) -> None:
-    """Fault D7: gather after gemm (the gate), gemm after gather (the wait); without either, bytes are wrong."""
+    """Gather after gemm (the gate), gemm after gather (the wait); without either, bytes are wrong."""
     program = Program.parse(INSIDE)
     good = rig.step(program)
     assert rig.wrong_orders([good, good], (EARLIEST, LATEST, *range(ORDERS)), 1) == 0
@@ -287,7 +287,7 @@ def second_step_meets_first(rig: Rig, lowered: Lowered) -> int:
 
 
 def test_slots_are_reused_across_two_steps_in_order(rig: Rig) -> None:
-    """Fault D7: the list's fork orders a step's gathers after the last step's readers; without it they meet."""
+    """The list's fork orders a step's gathers after the last step's readers; without it they meet."""
     program = Program.parse(INSIDE)
     lowered = lower(program, 2)
     assert second_step_meets_first(rig, lowered) == 0
@@ -297,7 +297,7 @@ def test_slots_are_reused_across_two_steps_in_order(rig: Rig) -> None:
 
 
 def test_two_programs_follow_each_other_over_the_same_slots(rig: Rig) -> None:
-    """Fault D7: across two graphs: what the one leaves and the other expects is gathered between them."""
+    """Across two graphs: what the one leaves and the other expects is gathered between them."""
     chain = [(u,) for u in range(4)]
     programs = [program_of(chain, head=head, prefetch_depth=depth) for head in HEADS for depth in (0, 1, 2)]
     steps = [rig.step(program) for program in programs]
@@ -313,13 +313,13 @@ def test_two_programs_follow_each_other_over_the_same_slots(rig: Rig) -> None:
         rig.refill = refill  # type: ignore[method-assign]
 
 
-# --- D8 ---
+# --- waits for the step launched last ---
 
 
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("how", ["eager", "captured"])
 def test_the_host_waits_for_the_step_it_launched_last(how: str, head: str) -> None:
-    """Fault D8: only the second step is stalled, so what the first one left behind cannot end its wait."""
+    """Only the second step is stalled, so what the first one left behind cannot end its wait."""
     model = ByteModel(LAYERS)
     choices: dict[str, Any] = {"head": head, "capture_sizes": []}
     probe = alone(model, **choices)
@@ -344,7 +344,7 @@ def test_the_host_waits_for_the_step_it_launched_last(how: str, head: str) -> No
 
 
 def test_a_gather_from_outside_waits_for_the_step_launched_last() -> None:
-    """Fault D8: the step's tail is stalled the second time only; a gather on another stream comes after it."""
+    """The step's tail is stalled the second time only; a gather on another stream comes after it."""
     model = ByteModel(LAYERS)
     probe = alone(model, head="tail", capture_sizes=[])
     tail = max(index for index, op in enumerate(probe.programs[STEP].ops) if isinstance(op, AgLaunch))

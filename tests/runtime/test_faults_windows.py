@@ -1,4 +1,4 @@
-"""Faults of windows (E3, E8, E10): counts that stay flat, mappings that changed, memory that is no window."""
+"""Faults of windows: counts that stay flat, mappings that changed, memory that is no window."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def num_mappings() -> int:
     return sum("memfd:graphshard" in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 
-# --- E3 ---
+# --- registered again and again ---
 
 
 def test_windows_registered_1000_times_are_one() -> None:
-    """Fault E3: registered again and again, and with deregistering between: one window, no descriptor, no mapping."""
+    """Registered again and again, and with deregistering between: one window, no descriptor, no mapping."""
     device = open_device()
     memory = device.allocate(8192, exportable=True)
     with LocalGroup(1) as groups:
@@ -71,7 +71,7 @@ def open_and_close(group: Group, num_times: int, transport: str) -> tuple[int, i
 
 @pytest.mark.parametrize("num_times", [20, pytest.param(1000, marks=pytest.mark.slow)])
 def test_runtimes_opened_again_and_again_hold_nothing(num_times: int, transport: str) -> None:
-    """Fault E3: compile, step and close; descriptors, threads and mappings as before."""
+    """Compile, step and close; descriptors, threads and mappings as before."""
     run_on_ranks(open_and_close, 2, 2, transport)
     with no_growth():
         (first, last), _ = run_on_ranks(open_and_close, 2, num_times, transport, timeout_s=600.0)
@@ -79,7 +79,7 @@ def test_runtimes_opened_again_and_again_hold_nothing(num_times: int, transport:
     collect()
 
 
-# --- E8 ---
+# --- mappings that changed ---
 
 
 def remap_a_peer(group: Group, same_bytes: bool) -> list[str]:
@@ -118,17 +118,17 @@ def remap_a_peer(group: Group, same_bytes: bool) -> list[str]:
 
 
 def test_a_remapped_window_refuses_steps_until_it_is_captured_again() -> None:
-    """Fault E8: same offsets, other memory: a graph's addresses are those of the old mapping."""
+    """Same offsets, other memory: a graph's addresses are those of the old mapping."""
     assert run_on_ranks(remap_a_peer, 2, True) == [[], []]
 
 
 def test_a_remapped_window_with_other_bytes_is_named() -> None:
-    """Fault E8: what came back does not hold what its owner loaded, and no graph is captured over it."""
+    """What came back does not hold what its owner loaded, and no graph is captured over it."""
     assert run_on_ranks(remap_a_peer, 2, False) == [[], []]
 
 
 def test_a_new_mapping_at_an_old_address_is_another_generation() -> None:
-    """Fault E8: generations tell mappings apart where addresses do not."""
+    """Generations tell mappings apart where addresses do not."""
     device = open_device()
     seen: set[int] = set()
     addresses: list[int] = []
@@ -141,11 +141,11 @@ def test_a_new_mapping_at_an_old_address_is_another_generation() -> None:
     assert len(set(addresses)) < len(addresses), "no address came twice, so that nothing was shown"
 
 
-# --- E10 ---
+# --- memory that is no window ---
 
 
 def test_what_no_driver_allocated_is_refused_by_address() -> None:
-    """Fault E10: ordinary memory, aligned or not, as the source or the destination of any op."""
+    """Ordinary memory, aligned or not, as the source or the destination of any op."""
     driver = open_device().driver
     memory, stream = Memory(driver, 8192), Stream(driver)
     ordinary = np.zeros(16384, dtype=np.uint8)
@@ -165,7 +165,7 @@ def test_what_no_driver_allocated_is_refused_by_address() -> None:
 
 
 def test_a_window_is_a_whole_allocation_made_for_it() -> None:
-    """Fault E10: private memory and a peer's mapping are no windows, and the error says what is."""
+    """Private memory and a peer's mapping are no windows, and the error says what is."""
     device = open_device()
     exportable = device.allocate(8192, exportable=True)
     fd = exportable.export_fd()
@@ -182,7 +182,7 @@ def test_a_window_is_a_whole_allocation_made_for_it() -> None:
 
 
 def test_the_shard_window_is_whole_aligned_and_alone() -> None:
-    """Fault E10: what a runtime lends is one exportable allocation; slots and buffers are never lent."""
+    """What a runtime lends is one exportable allocation; slots and buffers are never lent."""
     with alone(ByteModel(LAYERS)) as runtime:
         rows = {row.name: row for row in runtime.buffer_table()}
         assert rows["shards"].address % 4096 == 0 and rows["shards"].address != rows["slots"].address

@@ -79,7 +79,7 @@ def elsewhere(call: Callable[[], object]) -> None:
 @pytest.mark.parametrize("where", [here, elsewhere])
 @pytest.mark.parametrize("helper", HELPERS)
 def test_helpers_are_harmless(driver: Driver, helper: Callable[[Driver], None], where: Callable[..., None]) -> None:
-    """C15: the capture is of the global mode; ending it says whether it was lost."""
+    """The capture is of the global mode; ending it says whether it was lost."""
     with FakeTorchCuda(driver).strict_capture():
         where(lambda: helper(driver))
 
@@ -128,5 +128,5 @@ def step_beside_a_capture(group: Group) -> list[str]:
         return wrong
 
 
-def test_steps_beside_a_capture_of_the_servers() -> None:  # C8 C15
+def test_steps_beside_a_capture_of_the_servers() -> None:
     assert run_on_ranks(step_beside_a_capture, 2) == [[], []]

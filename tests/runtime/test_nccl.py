@@ -79,7 +79,7 @@ ACTS = ("eager", "replay", "prefetch", "capture", "gather")
 
 @pytest.mark.parametrize("head", ["inside", "outside", "tail"])
 def test_eager_and_captured_use_follow_each_other_in_every_order(head: str) -> None:
-    """B4: all that was issued one way has ended before the other way begins."""
+    """All that was issued one way has ended before the other way begins."""
     orders = [list(order) for order in permutations(ACTS)] if head == "tail" else [list(ACTS), list(reversed(ACTS))]
     orders += [["prefetch", "replay", "prefetch", "eager", "prefetch", "prefetch", "replay"]]
     for wrong in run_on_ranks(programs.every_order, 2, head, orders):
@@ -87,7 +87,7 @@ def test_eager_and_captured_use_follow_each_other_in_every_order(head: str) -> N
 
 
 def test_what_was_issued_has_ended_before_the_other_kind_begins() -> None:
-    """B4: the drain itself, seen at the moment when the other kind is issued."""
+    """The drain itself, seen at the moment when the other kind is issued."""
 
     def rank(group: Group) -> list[bool]:
         model = ByteModel(LAYERS)
@@ -128,7 +128,7 @@ def test_a_rank_whose_compute_fails_stays_in_step(head: str) -> None:
 
 @pytest.mark.slow
 def test_another_environment_on_one_rank_is_a_difference() -> None:
-    """I14: what NCCL reads is part of the certificate."""
+    """What NCCL reads is part of the certificate."""
     for outcome in try_on_ranks(programs.with_another_variable, 2, "start", mode="processes"):
         assert 'certificates differ: setting nccl environment is "nothing set"' in outcome.error
         assert '"NCCL_GRAPH_MIXING_SUPPORT=1" on rank 1' in outcome.error

@@ -65,7 +65,7 @@ def drop(run: str, order: Sequence[int]) -> None:
 
 @pytest.mark.parametrize("run", ["eager", "graph"])
 def test_dropped_runtimes_leave_nothing_behind(run: str) -> None:
-    """I7: nobody calls close; runtime, graph and outputs go in any order, and the communicators are aborted.
+    """Nobody calls close; runtime, graph and outputs go in any order, and the communicators are aborted.
 
     Of one that was captured NCCL keeps its flag words: nothing says that no replay uses them.
     """
@@ -103,7 +103,7 @@ EXIT = """
 @pytest.mark.slow
 @pytest.mark.parametrize(("run", "how"), [("eager", "closed"), ("graph", "open"), ("graph", "closed")])
 def test_a_process_with_a_stuck_gather_ends_with_its_own_code(run: str, how: str) -> None:
-    """E13: a captured gather that waits for a peer cannot be aborted; the process ends at once.
+    """A captured gather that waits for a peer cannot be aborted; the process ends at once.
 
     Closing says in one line that it must; nothing else is said.
     """

@@ -35,7 +35,7 @@ def one_text(told: list[list[Any]]) -> str:
 
 @pytest.mark.parametrize(("skipping", "run"), [(0, "eager"), (2, "graph")])
 def test_a_rank_that_does_not_come_is_named_on_all(skipping: int, run: str) -> None:
-    """A1, and I9: what is asked of a broken communicator afterwards is refused with the first reason."""
+    """What is asked of a broken communicator afterwards is refused with the first reason."""
     told = run_on_ranks(programs.skip_a_step, 3, skipping, run, False, "nccl")
     text = one_text(told)
     here = " ".join(str(rank) for rank in range(3) if rank != skipping)
@@ -54,7 +54,7 @@ def test_a_rank_that_does_not_come_is_named_on_all(skipping: int, run: str) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_with_progress_the_unit_is_named_too(mode: str) -> None:
-    """A1 A3, however ranks were started."""
+    """However ranks were started."""
     told = run_on_ranks(programs.skip_a_step, 3, 1, "graph", True, "nccl", mode=mode)
     assert re.fullmatch(
         rf"rank [02] waited {LIMIT_S:.1f} s for unit 0 \(op 0, step 3\): chunks of ranks 0 2 arrived, rank 1's did "
@@ -69,7 +69,7 @@ def test_under_pull_a_rank_that_does_not_come_delays_nobody() -> None:
 
 
 def test_ranks_that_stop_earlier_end_the_others_by_name() -> None:
-    """A2: before the limit, as its control page says that it closed; another communicator is not concerned."""
+    """Before the limit, as rank 0's control page says that it closed; another communicator is not concerned."""
     (_, *others) = run_on_ranks(programs.stop_earlier, 3, "nccl")
     for text, seconds, wrong in others:
         assert re.match(r"rank 0 \(pid \d+\) closed its runtime while rank \d waited for step 4 of shape 1x1", text)
@@ -82,12 +82,12 @@ def test_under_pull_ranks_may_stop_when_they_like() -> None:
 
 
 def test_graphs_of_unlike_step_shapes_gather_alike() -> None:
-    """A4: which graph a rank picks is its own affair."""
+    """Which graph a rank picks is its own affair."""
     assert run_on_ranks(programs.mix_shapes, 3) == [[[], 1]] * 3
 
 
 def test_eager_beside_captured_is_named_at_once() -> None:
-    """A5."""
+    """Rank 0 replays, the others run eagerly."""
     told = run_on_ranks(programs.mix_runs, 3, "nccl")
     text = one_text(told)
     assert "ranks issue different gathers: at step 2 of shape 1x1" in text
@@ -98,7 +98,7 @@ def test_eager_beside_captured_is_named_at_once() -> None:
 
 
 def test_another_unit_of_equal_size_is_named() -> None:
-    """A13: sizes agree, and bytes would be wrong without a word."""
+    """Sizes agree, and bytes would be wrong without a word."""
     told = run_on_ranks(programs.gather_another, 3, "nccl")
     text = one_text(told)
     assert "gathers 1 unit, 1 first, outside a step" in text and "gathers 1 unit, 0 first, outside a step" in text
@@ -107,13 +107,13 @@ def test_another_unit_of_equal_size_is_named() -> None:
 
 
 def test_two_communicators_in_turn() -> None:
-    """B1: target and draft."""
+    """Target and draft, in one order on all ranks."""
     for told, wrong, _, must_exit in run_on_ranks(programs.swap_runtimes, 2, False):
         assert [text for text, _ in told] == ["", ""] and wrong == [] and must_exit == [None, None]
 
 
 def test_two_communicators_in_opposite_orders_end_by_name_and_both_close() -> None:
-    """B2, I8: each communicator has its error; both are aborted, and closing is bounded."""
+    """Each communicator has its error; both are aborted, and closing is bounded."""
     everything = run_on_ranks(programs.swap_runtimes, 3, True)
     texts = {"target": set(), "draft": set()}
     for rank, (told, wrong, closed_s, _) in enumerate(everything):
@@ -129,12 +129,12 @@ def test_two_communicators_in_opposite_orders_end_by_name_and_both_close() -> No
 
 
 def test_replays_from_two_threads_do_not_meet() -> None:
-    """B3."""
+    """Both threads of a rank replay one graph."""
     assert run_on_ranks(programs.step_on_two_threads, 2) == [[[], 40]] * 2
 
 
 def test_a_replay_that_stands_still_is_seen() -> None:
-    """I9: compute of rank 1 holds its next gather up; new captures are refused."""
+    """Compute of rank 1 holds its next gather up; new captures are refused."""
     told = run_on_ranks(programs.stall_inside, 3, "nccl")
     text = one_text(told)
     assert re.search(r"chunks of ranks 0 2 arrived, rank 1's did not|rank 1 waited .* this rank itself is behind", text)
@@ -150,7 +150,7 @@ def test_under_pull_a_replay_that_stands_still_is_its_own_affair() -> None:
 
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
 def test_a_process_that_ends_or_stops_is_named(how: str) -> None:
-    """I6: a dead peer before the limit, a stopped one at it; no process is left."""
+    """A dead peer before the limit, a stopped one at it; no process is left."""
     first, second, third = try_on_ranks(programs.end_in_a_step, 3, how, "nccl", mode="processes")
     assert second.error_type == "" and "SIGKILL" in second.error
     text = one_text([first.value, third.value])
@@ -176,7 +176,7 @@ def test_a_rank_that_closes_is_named() -> None:
 
 
 def test_a_launch_that_is_refused_is_told_to_all() -> None:
-    """A7: the first cause, not a timeout."""
+    """The first cause, not a timeout."""
     told = run_on_ranks(programs.refuse_a_launch, 3, "nccl")
     assert one_text(told) == "rank 1 could not issue a step of shape 1x1: cuGraphLaunch failed: out of luck"
     assert all(seconds < SOON_S for _, seconds in told)
@@ -207,7 +207,7 @@ def errors(outcomes: list[Outcome]) -> set[tuple[str, str]]:
 
 
 def test_a_null_window_fails_at_registration_on_all() -> None:
-    """E6: success with a null window means that symmetric support is missing."""
+    """Success with a null window means that symmetric support is missing."""
     with staged("null_window"):
         ((kind, text),) = errors(try_on_ranks(compile_and_close, 2))
     assert kind == "CommError"
@@ -218,7 +218,7 @@ def test_a_null_window_fails_at_registration_on_all() -> None:
 
 
 def test_a_library_that_is_too_old_is_refused_on_all() -> None:
-    """I14, B5."""
+    """The version is the loaded library's own; the error names its file and the version that is needed."""
     with staged("version=22602"):
         ((kind, text),) = errors(try_on_ranks(compile_and_close, 2))
     assert kind == "CommError"
@@ -227,7 +227,7 @@ def test_a_library_that_is_too_old_is_refused_on_all() -> None:
 
 
 def test_a_first_gather_that_never_ends_is_named_within_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """E5: the gate has switched multicast off; where that does not help, the warm-up is bounded."""
+    """The gate has switched multicast off; where that does not help, the warm-up is bounded."""
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")  # so that it is put back
     monkeypatch.delenv("NCCL_NVLS_ENABLE")
     with staged("version=22809;first_use_hang"):

@@ -1,6 +1,6 @@
 """A rank that skips a step, issues others, stands still, dies or stops: one named error on all ranks; under pull, none.
 
-Eagerly and captured, with two ranks and three. A1 A5 I6 I9; what each rank does is in peer_programs.py.
+Eagerly and captured, with two ranks and three. What each rank does is in peer_programs.py.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ def check(told: list[dict[str, Any]], fault: str, world_size: int) -> None:
 @pytest.mark.parametrize("run", ["eager", "graph"])
 @pytest.mark.parametrize("fault", ["skips", "unlike", "stalls"])
 def test_a_rank_that_fails_its_peers_is_one_error_on_all(fault: str, run: str, world_size: int) -> None:
-    """A1, A5, I9: then steps, captures and prefetches are refused, and closing is bounded."""
+    """Steps, captures and prefetches are refused then, and closing is bounded."""
     check(run_on_ranks(beside, world_size, fault, run, "nccl", LIMIT_S), fault, world_size)
 
 
 @pytest.mark.parametrize("run", ["eager", "graph"])
 @pytest.mark.parametrize("fault", ["skips", "unlike", "stalls"])
 def test_under_pull_it_is_that_ranks_own_affair(fault: str, run: str) -> None:
-    """A1, A5: nobody else is told anything, or refused anything."""
+    """Nobody else is told anything, or refused anything."""
     *others, failing = run_on_ranks(beside, 3, fault, run, "pull", LIMIT_S)
     for found in others:
         assert (found["told"][0], found["refused"], found["wrong"]) == ("", ["", "", ""], [])
@@ -68,7 +68,7 @@ def test_under_pull_it_is_that_ranks_own_affair(fault: str, run: str) -> None:
     ("fault", "run", "world_size"), [("dies", "eager", 2), ("dies", "graph", 3), ("stops", "eager", 3)]
 )
 def test_a_process_that_is_gone_is_one_error_on_the_others(fault: str, run: str, world_size: int) -> None:
-    """I6, I9: dead in the middle of a step, or stopped; the others end with code 0, and no process is left."""
+    """Dead in the middle of a step, or stopped; the others end with code 0, and no process is left."""
     with no_growth():
         *others, failing = try_on_ranks(beside, world_size, fault, run, "nccl", LIMIT_S, mode="processes")
     assert failing.error == "was killed by SIGKILL"

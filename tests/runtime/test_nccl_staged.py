@@ -1,4 +1,4 @@
-"""A library that does not do what it was told (A1, A13): on one rank it leaves a gather out, or issues two in turn.
+"""A library that does not do what it was told: on one rank it leaves a gather out, or issues two in turn.
 
 What ranks post agrees, so only the library can tell: its asynchronous error names who waits in which gather.
 """
@@ -52,7 +52,7 @@ def step_over(group: Group, fault: str, number: int, run: str) -> list[Any]:
 @pytest.mark.parametrize("run", ["eager", "graph"])
 @pytest.mark.parametrize("fault", ["skip", "swap"])
 def test_a_gather_that_the_library_leaves_out_or_swaps_ends_on_all(fault: str, run: str) -> None:
-    """A1, A13: one error, at once; no rank takes bytes for good that came of an abort."""
+    """One error, at once; no rank takes bytes for good that came of an abort."""
     for number in (1, 2, 3):
         if (fault, run, number) == ("swap", "graph", 3):
             continue  # the last gather of a capture: there is no later one in the graph to swap it with

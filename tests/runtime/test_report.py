@@ -1,4 +1,4 @@
-"""StepGraph.report in processes where cuda-python finds the host driver: what gathers are made of. E7."""
+"""StepGraph.report in processes where cuda-python finds the host driver: what gathers are made of."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_gathers_in_a_capture_of_torchs_are_told_from_its_kernels() -> None:
     assert told["kinds"] == ["gather", "write"], "compute is not issued by the list"
 
 
-def test_a_silent_fall_back_to_kernels_is_caught() -> None:  # E7
+def test_a_silent_fall_back_to_kernels_is_caught() -> None:
     for rank, told in enumerate(on_ranks(report_programs.fall_back, 2)):
         assert told["refused"].startswith(f"DeviceError: rank {rank}, step shape 1x1: unit 0 (op 0 ag_launch unit=0")
         assert "is a kernel" in told["refused"] and "strict=False reports it as a warning" in told["refused"]

@@ -1,4 +1,4 @@
-"""From nodes to gathers, without a driver: what a walk reads, which op a node belongs to, what is refused. E7."""
+"""From nodes to gathers, without a driver: what a walk reads, which op a node belongs to, what is refused."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_nodes_between_spans_are_compute_of_others() -> None:
         (copy(0, 0, (4,)), "copies chunks of units [0]"),
     ],
 )
-def test_what_no_gather_may_hold(node: Node, said: str) -> None:  # E7
+def test_what_no_gather_may_hold(node: Node, said: str) -> None:
     nodes = (*NODES[:5], node, *NODES[6:])
     found = report(nodes, problems=tuple(problems_of(gathers(nodes), nodes)))
     assert len(found.problems) == 1 and said in found.problems[0] and said in found.text()

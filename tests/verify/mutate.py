@@ -96,7 +96,7 @@ def _wait_mutants(program: Program, index: int, op: WaitOnce) -> Iterator[Mutant
 def _gate_mutants(program: Program, index: int, op: RecordGate) -> Iterator[Mutant]:
     ops = program.ops
     readers = [i for i in range(index) if isinstance(ops[i], Gemm) and op.unit in ops[i].units]
-    # D6: a gate that is gone or stands before its reader is a fault wherever it does no harm, too
+    # a gate that is gone or stands before its reader is a fault wherever it does no harm, too
     yield _mutant(program, "drop gate", _without(ops, index), {5}, by_definition=True)
     for to in range(index):
         is_early = bool(readers) and to <= readers[-1]

@@ -118,7 +118,7 @@ def test_every_harmful_list_mutant_is_caught(lowering: str, capsys: pytest.Captu
 @pytest.mark.parametrize("num_units", [1, 2, 3, 4, 5, 7, 61])
 @pytest.mark.parametrize("num_slots", [2, 3])
 def test_slots_modulo_k_are_caught_where_the_wrap_does_not_fit(num_units: int, num_slots: int) -> None:
-    # D1: `i mod k` is right exactly where k divides the number of stays
+    # `i mod k` is right exactly where k divides the number of stays
     depth = num_slots - 1
     good = program_of([(u,) for u in range(num_units)], head="tail", prefetch_depth=depth)
     assert verify(good).is_good

@@ -129,7 +129,7 @@ void run_staged_eagerly(const char* spec) {
 
 }  // namespace
 
-// Faults A2, A13.
+// Where the others gather the third unit, rank 1 is in the next one's gather, of equal size.
 LITMUS(a_skipped_gather_stops_every_rank_and_is_named) { run_staged_eagerly("skip:rank=1,call=3"); }
 
 LITMUS(swapped_gathers_stop_every_rank_and_are_named) { run_staged_eagerly("swap:rank=1,call=3"); }
@@ -162,7 +162,7 @@ LITMUS(a_captured_skip_is_named_and_cannot_be_aborted) {
   });
 }
 
-// Fault A5: one rank replays a graph where the other runs eagerly. Neither is let through.
+// One rank replays a graph where the other runs eagerly. Neither is let through.
 LITMUS(eager_against_captured_is_named) {
   const ncclUniqueId id = new_unique_id();
   Meeting meeting(2);
@@ -185,7 +185,7 @@ LITMUS(eager_against_captured_is_named) {
   });
 }
 
-// Faults A1, I6: a peer that never comes is no error by itself; one that aborted is.
+// A peer that never comes is no error by itself; one that aborted is.
 LITMUS(an_aborted_peer_is_a_remote_error) {
   const ncclUniqueId id = new_unique_id();
   run_ranks(3, [&](int self) {
@@ -233,7 +233,7 @@ LITMUS(an_abort_ends_calls_that_block_the_host) {
   });
 }
 
-// Fault E5: two ranks, an early version. A bounded wait sees it, an abort ends it.
+// Two ranks, an early version. A bounded wait sees it, an abort ends it.
 LITMUS(the_two_rank_first_use_hang) {
   const Staged staged("version=22809;first_use_hang");
   const ncclUniqueId id = new_unique_id();
@@ -265,7 +265,7 @@ LITMUS(a_staged_abort_hangs_until_it_is_cleared) {
   await(*ended);
 }
 
-// Fault I7's other half: destroy waits for what is in flight.
+// Destroy waits for what is in flight.
 LITMUS(destroy_waits_for_eager_gathers) {
   const ncclUniqueId id = new_unique_id();
   const Latch latch;

@@ -149,7 +149,7 @@ LITMUS(flags_hold_ranks_together_in_any_order_and_mode) {
   }
 }
 
-// Faults A2, A13: equal sizes, another unit. Nobody moves a byte, in either mode.
+// Equal sizes, another unit. Nobody moves a byte, in either mode.
 LITMUS(a_rank_in_another_call_stops_all_at_the_entry) {
   for (const FlagMode mode : {FlagMode::kEager, FlagMode::kCaptured}) {
     for (unsigned int seed = 0; seed < 20; ++seed) {

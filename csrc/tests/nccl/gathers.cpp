@@ -124,7 +124,7 @@ LITMUS(launches_in_a_row_stay_in_step) {
   });
 }
 
-// Two communicators, their streams in unlike order on unlike ranks (fault B1, B2): they share nothing.
+// Two communicators, their streams in unlike order on unlike ranks: they share nothing.
 LITMUS(two_communicators_do_not_meet) {
   const ncclUniqueId first_id = new_unique_id();
   const ncclUniqueId second_id = new_unique_id();
@@ -183,7 +183,7 @@ LITMUS(a_captured_gather_is_copies_and_two_barriers) {
   }
 }
 
-// Fault E7: the fall-back gives the same bytes, and the graph shows it.
+// The fall-back gives the same bytes, and the graph shows it.
 LITMUS(the_fall_back_is_a_kernel_node) {
   const Staged staged("sm_kernel");
   const ncclUniqueId id = new_unique_id();

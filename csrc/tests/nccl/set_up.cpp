@@ -20,7 +20,7 @@ bool mentions(const std::string& text, const std::string& part) { return text.fi
 
 }  // namespace
 
-// Fault I14: what the loaded library says, which tests may choose.
+// What the loaded library says, which tests may choose.
 LITMUS(the_version_is_the_staged_one) {
   int version = 0;
   NCCL_OK(nc.get_version(&version));
@@ -92,7 +92,7 @@ LITMUS(a_rank_is_taken_once) {
   });
 }
 
-// Fault E6, from the other side: registration that cannot be symmetric fails on every rank, and what is there stays.
+// Registration that cannot be symmetric fails on every rank, and what is there stays.
 LITMUS(registration_is_checked_on_all_ranks) {
   const ncclUniqueId id = new_unique_id();
   run_ranks(2, [&](int self) {
@@ -100,7 +100,7 @@ LITMUS(registration_is_checked_on_all_ranks) {
     const NcclMemory memory(4 * kBytes);
     const Pinned plain(kBytes);
     ncclWindow_t window = nullptr;
-    // Fault E1: other sizes are another order.
+    // Other sizes are another order.
     NCCL_EXPECT(nccl::kInvalidArgument, try_register(comm, memory.bytes(), self == 0 ? kBytes : 2 * kBytes, &window));
     TRUE(mentions(comm.last_error(), "16384"));
     // One rank's problem is everybody's.
@@ -109,7 +109,7 @@ LITMUS(registration_is_checked_on_all_ranks) {
     NCCL_EXPECT(nccl::kInvalidArgument, try_register(comm, memory.bytes(self == 0 ? 64 : 0), kBytes, &window));
     NCCL_OK(try_register(comm, memory.bytes(), kBytes, &window));
     TRUE(window != nullptr);
-    // Fault E3: one buffer registered twice.
+    // One buffer registered twice.
     ncclWindow_t again = nullptr;
     NCCL_EXPECT(nccl::kInvalidArgument, try_register(comm, memory.bytes(), kBytes, &again));
     TRUE(mentions(comm.last_error(), "registered already"));
@@ -137,7 +137,7 @@ LITMUS(ranks_in_unlike_calls_are_told) {
   });
 }
 
-// Fault E6: success and no window; gathers from such a buffer are the fall-back's.
+// Success and no window; gathers from such a buffer are the fall-back's.
 LITMUS(a_staged_null_window_is_success) {
   const Staged staged("null_window");
   const ncclUniqueId id = new_unique_id();
@@ -148,7 +148,7 @@ LITMUS(a_staged_null_window_is_success) {
   });
 }
 
-// Fault C10: set-up that a capture forbids is refused by name, and the capture is none the worse.
+// Set-up that a capture forbids is refused by name, and the capture is none the worse.
 LITMUS(first_use_in_a_capture_is_refused) {
   const ncclUniqueId id = new_unique_id();
   run_ranks(2, [&](int self) {
