@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 from graphshard._core import Calls, DriverError
@@ -41,5 +42,12 @@ class Capturing(Prefetching):
 
     def _capture_on_cuda(self, cuda: CudaCompute, shape: StepShape, bound: BoundProgram) -> Captured:
         """Takes the capture lock itself, after the warm-up: segments may wait for ranks that are threads here."""
-        with self._memory.unchanged_buffers():
+        with self._unchanged_buffers(cuda, f"what was enqueued before the capture of step shape {shape}"):
             return cuda.capture(shape, bound)
+
+    @contextmanager
+    def _unchanged_buffers(self, cuda: CudaCompute, what: str) -> Iterator[None]:
+        """Buffers hold afterwards what they held before, when `what` had ended: steps and folds in flight write them."""
+        cuda.settle(what)
+        with self._memory.unchanged_buffers():
+            yield

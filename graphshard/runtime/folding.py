@@ -139,7 +139,7 @@ class Folding(Capturing):
             self._check_ready()
             if self._cuda is not None:
                 folds = () if self._folds is None else self._folds.bound.computes
-                with self._memory.unchanged_buffers():
+                with self._unchanged_buffers(self._cuda, "what was enqueued before the warm-up"):
                     for shape in self.programs:
                         self._cuda.warm_up(shape, (*self._bound[shape].computes, *folds))
 

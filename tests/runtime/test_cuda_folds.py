@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,7 @@ from graphshard.core.specs import BufferSpec, ModelSpec, SegmentSpec, StepShape,
 from graphshard.device import CudaDevice
 from graphshard.device.host import library_path
 from graphshard.runtime.bind import Hooks
-from graphshard.runtime.cuda.compute import NUM_WARM_UPS
+from graphshard.runtime.cuda.compute import NUM_WARM_UPS, CudaCompute
 from graphshard.runtime.cuda.in_flight import MAX_STEPS
 from graphshard.runtime.model import Segment, StepState
 from graphshard.runtime.runtime import Runtime
@@ -251,6 +252,24 @@ def test_captures_leave_caches_and_share_the_pool() -> None:
         runtime.fold(1)
         runtime.synchronize()
         assert torch.equal(rank.state(), rank.folded(2) + 3)
+
+
+def test_a_capture_leaves_what_a_fold_in_flight_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    latch = Latch(is_open=True)
+    rank = alone(hooks={"fold_stall": lambda device: latch.word.address}, capture_sizes=())
+    with rank.runtime as runtime:
+        rank.accept(1)
+        latch.close()
+        runtime.fold(1, run="eager")
+        drain = CudaCompute._drain
+
+        def drained(self: CudaCompute, streams: Sequence[Stream], what: str) -> None:
+            latch.open()  # what is looked at before this sees the fold stand still
+            drain(self, streams, what)
+
+        monkeypatch.setattr(CudaCompute, "_drain", drained)
+        runtime.capture()
+        assert torch.equal(rank.state(), rank.folded(1))
 
 
 def test_a_fold_that_cannot_be_captured_leaves_nothing_captured() -> None:

@@ -127,6 +127,17 @@ class CudaCompute:
         self._steps.clear()
         self._pool = None
 
+    def settle(self, what: str) -> None:
+        """Wait until all is done that the caller's current stream and our streams have: the host may read buffers.
+
+        Blocks:  the host, bounded.
+
+        Raises:
+            CommError: `what` did not end in time.
+        """
+        self.follow_caller()
+        self._drain(self._streams, what)
+
     def follow_caller(self, stream: Stream | None = None) -> None:
         """What `stream`, or the compute stream, gets from now on waits for what the caller's current stream has now."""
         self._torch.wait_for_current((stream or self._compute).handle)
