@@ -1,8 +1,8 @@
 """What `bench dual` predicts by when nobody gives a machine's figures: durations that its own run measured.
 
 Gemms of exactly the shapes that steps have, gathers of a block, and the exchange of blocks that compute almost nothing;
-other weights of a step come between two uses of one, as in the step. All ranks measure at once, and go by the median,
-so that they predict, and choose, alike.
+other weights of a step come between two uses of one, as in the step, or nothing does, as right after a gather. All
+ranks measure at once, and go by the median, so that they predict, and choose, alike.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from graphshard.bench.calibrate import GemmShape, gemm_times
+from graphshard.bench.calibrated import COPIED_TWICE
 from graphshard.bench.gather import GatherRequest, measure_gather
 from graphshard.bench.stats import quantile
 from graphshard.comm.group import Group
 from graphshard.cost.dual import Block
 from graphshard.cost.hardware import HardwareSpec, Link, Measured
+from graphshard.report.machine import machine_facts
 
 BY_RUN = "durations that this run measured: single gemms, one gather, an exchange without compute"
 NUM_REPEATS = 8
@@ -38,21 +40,26 @@ def gemm_shapes(block: Block, tokens: Sequence[int], world_size: int) -> list[Ge
 def measure_figures(
     group: Group, block: Block, tokens: Sequence[int], transport: str, exchange_us: Callable[[], float]
 ) -> dict[str, Any]:
-    """Medians over ranks (collective): `gemm` [m, n, k, dtype, us]; of a block `gather_us`, `exchange_us` both ways."""
+    """Medians over ranks (collective), in us.
+
+    `gemm` [m, n, k, dtype, us], `gemm_cached` with the weight read just before; of a block `gather_us`, and
+    `exchange_us` both ways; `cache_bytes` that each rank's gathers find on this machine.
+    """
     step_bytes = block.num_bytes * block.layers
-    cold, _ = gemm_times(group, gemm_shapes(block, tokens, group.world_size), NUM_REPEATS, step_bytes)
+    cold, hot = gemm_times(group, gemm_shapes(block, tokens, group.world_size), NUM_REPEATS, step_bytes)
     rows = measure_gather(group, GatherRequest((block.num_bytes,), (), NUM_REPEATS, step_bytes, transport=transport))
     mine = {
         "gemm": [[*shape, us] for shape, us in cold.items()],
+        "gemm_cached": [[*shape, us] for shape, us in hot.items()],
         "gather_us": float(str(rows[0]["us"])),
         "exchange_us": exchange_us(),
     }
     told: list[dict[str, Any]] = [value for value, _ in group.all_gather(mine, name="figures")]  # type: ignore[misc]
-    medians = [_median([one["gemm"][i][4] for one in told]) for i in range(len(mine["gemm"]))]  # type: ignore[arg-type]
     return {
-        "gemm": [[*row[:4], us] for row, us in zip(told[0]["gemm"], medians, strict=True)],
+        **{name: _median_rows([one[name] for one in told]) for name in ("gemm", "gemm_cached")},
         "gather_us": _median([one["gather_us"] for one in told]),
         "exchange_us": _median([one["exchange_us"] for one in told]),
+        "cache_bytes": int(str(machine_facts()["l3_bytes"] or 0)) // (COPIED_TWICE * group.world_size),
     }
 
 
@@ -62,7 +69,9 @@ def hardware_of(figures: Mapping[str, Any], block: Block, world_size: int, trans
     streams = [n * k / us for m, n, k, _, us in figures["gemm"]]
     dtype = block.gemms[0].dtype
     rate = block.num_bytes / figures["gather_us"] * 1e6
-    measured = [Measured("gemm", (m, n, k, kind), us) for m, n, k, kind, us in figures["gemm"]]
+    measured: list[Measured] = []
+    for what in ("gemm", "gemm_cached"):
+        measured += [Measured(what, (m, n, k, kind), us) for m, n, k, kind, us in figures[what]]
     measured.append(Measured("gather", (transport, block.num_bytes, world_size), figures["gather_us"]))
     elements = block.num_bytes / sum(gemm.n * gemm.k for gemm in block.gemms)
     return HardwareSpec(
@@ -81,9 +90,15 @@ def hardware_of(figures: Mapping[str, Any], block: Block, world_size: int, trans
         launch_us=0.0,
         launch_us_per_node=0.0,
         max_domain=MANY_RANKS,
+        cache_bytes=figures["cache_bytes"],
         measured=tuple(measured),
         sources=(),
     )
+
+
+def _median_rows(ranks: Sequence[Sequence[Sequence[Any]]]) -> list[list[Any]]:
+    """[m, n, k, dtype, us] of all ranks, which have the same shapes."""
+    return [[*rows[0][:4], _median([row[4] for row in rows])] for rows in zip(*ranks, strict=True)]
 
 
 def _median(values: Sequence[float]) -> float:

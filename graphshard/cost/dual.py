@@ -1,7 +1,8 @@
 """One block of weights, three ways: replicated, gathered, or computed in slices; by tokens, and where they cross.
 
 - *replicated*: each rank streams the whole block for its own tokens.
-- *gather*: the same compute, and what of the gather the layer before cannot hide.
+- *gather*: the same compute, and what of the gather the layer before cannot hide; right after a gather of its own core
+  the weights are read from the cache, where they fit.
 - *tensor_parallel*: the group's tokens are all-gathered, each rank computes its slice for all of them (columns, then
   rows), and a reduce-scatter sums and gives every rank its own tokens back.
 
@@ -11,7 +12,7 @@ activations on the link cost most, and slices lose.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,7 +20,7 @@ from graphshard.core.errors import SpecError
 from graphshard.core.specs import ModelSpec
 from graphshard.cost.facts import ModelFacts, Role, WeightFact
 from graphshard.cost.hardware import HardwareSpec
-from graphshard.cost.kernels import ACTIVATION_BITS, collective_us, gather_us, gemm_us, value_bits
+from graphshard.cost.kernels import ACTIVATION_BITS, cached_gemm_us, collective_us, gather_us, gemm_us, value_bits
 from graphshard.schedule.gating import why_not_tensor_parallel
 
 Mode = Literal["replicated", "gather", "tensor_parallel"]
@@ -116,11 +117,12 @@ class DualEstimate:
         gathered = gather_us(
             self.block.num_bytes, self.world_size, self.transport, self.hardware, num_slices=num_slices
         )
-        replicated = self._replicated_us(tokens_per_group)
+        in_cache = self.hide_us == 0 and self.block.num_bytes <= self.hardware.cache_bytes
         return DualTimes(
             tokens_per_group=tokens_per_group,
-            replicated_us=replicated,
-            gather_us=replicated + max(0.0, gathered - self.hide_us),
+            replicated_us=self._whole_us(tokens_per_group, gemm_us),
+            gather_us=self._whole_us(tokens_per_group, cached_gemm_us if in_cache else gemm_us)
+            + max(0.0, gathered - self.hide_us),
             tensor_parallel_us=self._sliced_us(tokens_per_group),
         )
 
@@ -139,9 +141,9 @@ class DualEstimate:
         one, other = times.us(first), times.us(second)
         return one is not None and other is not None and other <= one
 
-    def _replicated_us(self, tokens: int) -> float:
+    def _whole_us(self, tokens: int, time_us: Callable[[int, int, int, str, HardwareSpec], float]) -> float:
         m = -(-tokens // self.world_size)
-        return sum(gemm_us(m, gemm.n, gemm.k, gemm.dtype, self.hardware) for gemm in self.block.gemms)
+        return sum(time_us(m, gemm.n, gemm.k, gemm.dtype, self.hardware) for gemm in self.block.gemms)
 
     def _sliced_us(self, tokens: int) -> float | None:
         return None if self.block.why_not_sliced(self.world_size) else sum(self.sliced_parts_us(tokens))

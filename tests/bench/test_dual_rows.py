@@ -83,9 +83,13 @@ def test_predictions_go_by_what_was_measured() -> None:
     assert block.num_bytes == 384
     shapes = gemm_shapes(block, [1, 2], 2)
     assert shapes[0] == (1, 4, 8, "float32") and (4, 8, 2, "float32") in shapes and len(shapes) == 8
-    figures = {"gemm": [[*shape, 10.0 * shape[0]] for shape in shapes], "gather_us": 30.0, "exchange_us": 8.0}
+    cold = [[*shape, 10.0 * shape[0]] for shape in shapes]
+    hot = [[*shape, 4.0 * shape[0]] for shape in shapes]
+    figures = {"gemm": cold, "gemm_cached": hot, "gather_us": 30.0, "exchange_us": 8.0, "cache_bytes": 384}
     hardware = hardware_of(figures, block, 2, "pull")
     times = DualEstimate(block, hardware, 2).times(2)
-    assert (times.replicated_us, times.gather_us) == (30.0, 60.0)  # three gemms of one row each
+    assert (times.replicated_us, times.gather_us) == (30.0, 42.0)  # three gemms of one row each, in memory and cached
+    small = hardware_of({**figures, "cache_bytes": 383}, block, 2, "pull")
+    assert DualEstimate(block, small, 2).times(2).gather_us == 60.0
     moved_us = 2 * (2 * 8 * 4 / 2) / (384 / 30.0)  # half of all ranks' tokens, there and back
     assert times.tensor_parallel_us == pytest.approx(3 * 20.0 + 8.0 + moved_us)

@@ -59,7 +59,13 @@ def _told(**sliced: Any) -> dict[str, Any]:
     gemms = [[m, n, k, "float32", 5.0] for m, n, k in ((1, 288, 1024), (1, 1024, 288), (2, 144, 1024), (2, 1024, 144))]
     return {
         "tokens": {"1": modes},
-        "figures": {"gemm": gemms, "gather_us": 9.0, "exchange_us": 2.0},
+        "figures": {
+            "gemm": gemms,
+            "gemm_cached": gemms,
+            "gather_us": 9.0,
+            "exchange_us": 2.0,
+            "cache_bytes": 0,
+        },
         "reasons": ["because"],
     }
 
