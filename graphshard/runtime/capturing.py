@@ -47,7 +47,7 @@ class Capturing(Prefetching):
 
     @contextmanager
     def _unchanged_buffers(self, cuda: CudaCompute, what: str) -> Iterator[None]:
-        """Buffers hold afterwards what they held before, when `what` had ended: steps and folds in flight write them."""
+        """Buffers hold afterwards what they held when `what` had ended: steps and folds in flight write them."""
         cuda.settle(what)
         with self._memory.unchanged_buffers():
             yield
