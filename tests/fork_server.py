@@ -1,10 +1,11 @@
-"""Rank processes forked from one that has imported torch: a start takes 0.05 s of CPU instead of 1.5 s.
+"""Ranks and commands forked from a process that has imported torch: a start takes 0.05 s of CPU instead of 1.5 s.
 
-`install()` puts `popen` in the place of `subprocess.Popen` in `graphshard.comm.launch`. A rank is then a grandchild of
-the server, handed to the process that asked for it (a "subreaper" for that moment), which is its parent as it would be
-of a process started by exec: it waits for it, and the kernel ends the rank with it. What is another program, or needs
-an environment that counts at exec only, is started by `subprocess.Popen`. The server stands from the beginning, so that
-no test takes it for something left behind, and imports when the first rank is asked for.
+`install()` puts `popen` in the place of `subprocess.Popen` in `graphshard.comm.launch`; `start` is for commands, each
+with a server of its own for its ranks. What is forked is a grandchild of the server, handed to the process that asked
+for it (a "subreaper" for that moment), which is its parent as it would be of a process started by exec: it waits for
+it, and the kernel ends a rank with it. What is another program, or needs an environment that counts at exec only, is
+started by `subprocess.Popen`. The server stands from the beginning, so that no test takes it for something left behind,
+and imports when it is first asked.
 """
 
 from __future__ import annotations
@@ -39,16 +40,17 @@ PRELOADED = (
     "graphshard.models.llama",
     "graphshard.bench.decode",
 )
+FOR_COMMANDS = ("rich.progress", "rich.table", "graphshard.cli", "graphshard.cli.ranks", "graphshard.cli.loading")
 AT_EXEC = ("LD_", "OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "MALLOC_", "GLIBC_", "ATEN_", "TORCH_", "PYTHON")
 """Beginnings of variables that are read when a program or a library starts."""
 BUT = ("PYTHONPATH", "TORCHELASTIC_RUN_ID")
 START_S = 60.0
-_RANK_MAIN = [sys.executable, "-m", "graphshard.comm.rank_main"]
+_RANK, _COMMAND = "graphshard.comm.rank_main", "graphshard"
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 class Forked:
-    """What `launch` uses of a `Popen`."""
+    """What `launch` and tests use of a `Popen`."""
 
     def __init__(self, pid: int, stdout: IO[bytes] | None, stderr: IO[bytes] | None) -> None:
         self.pid, self.stdout, self.stderr = pid, stdout, stderr
@@ -73,6 +75,23 @@ class Forked:
             raise subprocess.TimeoutExpired([str(self.pid)], timeout or 0.0)
         return code
 
+    def communicate(self, timeout: float | None = None) -> tuple[bytes, bytes]:
+        """Both outputs, read to their ends."""
+        found: dict[int, bytes] = {}
+        streams = [stream for stream in (self.stdout, self.stderr) if stream is not None]
+
+        def read(number: int, stream: IO[bytes]) -> None:
+            found[number] = stream.read()
+            stream.close()
+
+        threads = [threading.Thread(target=read, args=pair, daemon=True) for pair in enumerate(streams)]
+        for thread in threads:
+            thread.start()
+        self.wait(timeout)
+        for thread in threads:
+            thread.join(timeout)
+        return found[0], found[1]
+
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
             os.kill(self.pid, number)
@@ -82,20 +101,25 @@ class Forked:
 
 
 class Server:
-    """A process that forks ranks; one for each process of tests."""
+    """A process that forks ranks and commands; one for each process of tests, and for each command."""
 
-    def __init__(self) -> None:
-        self._socket, theirs = socket.socketpair()
-        self._lock = threading.Lock()
-        self.environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-        command = [sys.executable, __file__, str(theirs.fileno())]
-        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=self.environment)
-        theirs.close()
+    def __init__(self, connection: socket.socket, process: subprocess.Popen[bytes] | None = None) -> None:
+        self._socket, self._process, self._lock = connection, process, threading.Lock()
         self._socket.settimeout(START_S)
+        self.environment = _with_threads(os.environ)
+
+    @staticmethod
+    def start() -> Server:
+        """As another program: it shares nothing with this process."""
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, __file__, str(theirs.fileno())]
+        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=_with_threads(os.environ))
+        theirs.close()
+        return Server(ours, process)
 
     def why_not(self, command: Sequence[str], env: Mapping[str, str]) -> str:
         """Why `command` must be started by exec; empty if it need not be."""
-        if list(command[:3]) != _RANK_MAIN:
+        if list(command[:2]) != [sys.executable, "-m"] or command[2] not in (_RANK, _COMMAND):
             return "another program"
         names = {name for name in {*env, *self.environment} if name.startswith(AT_EXEC) and name not in BUT}
         unlike = sorted(name for name in names if env.get(name) != self.environment.get(name))
@@ -103,7 +127,9 @@ class Server:
 
     def fork(self, command: Sequence[str], env: Mapping[str, str], fds: Sequence[int]) -> int:
         """The pid of a child of this process that runs `command` with standard streams and a result pipe `fds`."""
-        message = json.dumps({"command": list(command[3:]), "env": dict(env), "parent": os.getpid()}).encode()
+        program = {"program": command[2], "arguments": list(command[3:])}
+        around = {"env": dict(env), "folder": os.getcwd(), "parent": os.getpid()}
+        message = json.dumps(program | around).encode()
         with self._lock:
             _set_subreaper(True)
             try:
@@ -117,16 +143,35 @@ class Server:
 
     def close(self) -> None:
         self._socket.close()
-        self._process.wait(10)
+        if self._process is not None:
+            self._process.wait(10)
 
 
-def install() -> None:
+def install(server: Server | None = None) -> None:
     """Have `graphshard.comm.launch` start ranks of this process so, from now on."""
     from graphshard.comm import launch
 
-    server = Server()
+    server = server or Server.start()
     atexit.register(server.close)
     launch.subprocess = _Subprocess(server)  # type: ignore[assignment]
+
+
+def start(command: Sequence[str]) -> Any:
+    """`command` with its outputs in pipes; forked where that is the same."""
+    from graphshard.comm import launch
+
+    return launch.subprocess.Popen(
+        command, env=_with_threads(os.environ), pass_fds=(), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+def start_by_exec(command: Sequence[str]) -> subprocess.Popen[bytes]:
+    """The same, sharing nothing: where memory is measured, or a start as users make it is what is tried."""
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def _with_threads(environment: Mapping[str, str]) -> dict[str, str]:
+    return {"OMP_NUM_THREADS": "1", **environment}
 
 
 class _Subprocess:
@@ -172,16 +217,13 @@ def _set_subreaper(is_on: bool) -> None:
 
 
 def serve(connection: socket.socket) -> dict[str, Any] | None:
-    """Fork for each request; returns it in the rank, and None when the connection is closed."""
-    is_ready = False
+    """Fork for each request; returns it in the rank or command, and None when the connection is closed."""
     while True:
         head, fds, _, _ = socket.recv_fds(connection, 4, 8)
         if len(head) < 4:
             return None
         request: dict[str, Any] = json.loads(connection.recv(int.from_bytes(head, "little"), socket.MSG_WAITALL))
-        if not is_ready:
-            _import_all()
-            is_ready = True
+        _import_all(PRELOADED if request["program"] == _RANK else (*PRELOADED, *FOR_COMMANDS))
         middle = os.fork()
         if middle == 0 and _second_fork(connection, request["parent"]):
             connection.close()
@@ -192,7 +234,7 @@ def serve(connection: socket.socket) -> dict[str, Any] | None:
 
 
 def _second_fork(connection: socket.socket, parent: int) -> bool:
-    """True in the rank, once it is the child of `parent`; the process between the two ends."""
+    """True in what is wanted, once it is the child of `parent`; the process between the two ends."""
     if os.fork() != 0:
         os._exit(0)
     deadline = time.monotonic() + START_S
@@ -204,39 +246,66 @@ def _second_fork(connection: socket.socket, parent: int) -> bool:
     return True
 
 
-def _import_all() -> None:
-    """What ranks share: its pages are written by none of them, reference counts aside."""
-    for name in PRELOADED:
+def _import_all(names: Sequence[str]) -> None:
+    """What all share: its pages are written by none of them, reference counts aside."""
+    if all(name in sys.modules for name in names):
+        return
+    for name in names:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()
 
 
 def become(request: dict[str, Any]) -> list[str]:
-    """Take on what a started program has: environment, streams, paths; returns its arguments."""
-    *streams, result = request["fds"]
-    for number, fd in enumerate(streams):
+    """Take on what a started program has: environment, folder, streams, paths; returns its arguments."""
+    for number, fd in enumerate(request["fds"][:3]):
         os.dup2(fd, number)
         os.close(fd)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115 - the program's own; the server's may be of another kind of file
+    sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # type: ignore[misc]  # noqa: SIM115
+    sys.stderr = sys.__stderr__ = open(2, "w", 1, errors="backslashreplace", closefd=False)  # type: ignore[misc]  # noqa: SIM115
     os.environ.clear()
     os.environ.update(request["env"])
+    os.chdir(request["folder"])
     sys.path[:0] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    arguments: list[str] = list(request["command"])
-    at = arguments.index("--result-fd") + 1
-    arguments[at] = str(result)
+    arguments: list[str] = list(request["arguments"])
+    if request["program"] == _RANK:
+        arguments[arguments.index("--result-fd") + 1] = str(request["fds"][3])
     return arguments
 
 
-def main() -> int:
-    """The server, and each rank it becomes."""
-    request = serve(socket.socket(fileno=int(sys.argv[1])))
+def run(connection: socket.socket) -> int:
+    """The server, and whatever it becomes."""
+    request = serve(connection)
     if request is None:
         return 0
-    from graphshard.comm import rank_main
+    arguments = become(request)
+    if request["program"] == _RANK:
+        from graphshard.comm import rank_main
 
-    sys.argv = [rank_main.__file__, *become(request)]
-    return rank_main.main(sys.argv[1:])
+        sys.argv = [rank_main.__file__, *arguments]
+        return rank_main.main(arguments)
+    ours, theirs = socket.socketpair()
+    if os.fork() == 0:
+        return _run_server_of_command(ours, theirs)
+    theirs.close()
+    install(Server(ours))
+    from graphshard import __main__ as command
+    from graphshard.cli import main
+
+    sys.argv = [command.__file__, *arguments]
+    main()
+    return 0
+
+
+def _run_server_of_command(ours: socket.socket, theirs: socket.socket) -> int:
+    ours.close()
+    null = os.open(os.devnull, os.O_RDWR)
+    for number in range(3):
+        os.dup2(null, number)  # else whoever reads what the command writes waits for this process too
+    os.close(null)
+    return run(theirs)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(socket.socket(fileno=int(sys.argv[1]))))

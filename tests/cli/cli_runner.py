@@ -8,6 +8,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+import fork_server
 from click.testing import CliRunner
 
 from graphshard.cli import cli
@@ -30,8 +31,13 @@ def here(*arguments: object) -> Answer:
     return Answer(result.exit_code, result.stdout, result.stderr)
 
 
-def apart(*arguments: object, timeout_s: float = 120.0) -> Answer:
-    """In a process of its own."""
+def apart(*arguments: object, timeout_s: float = 120.0, fork: bool = True) -> Answer:
+    """In a process of its own. With `fork` False it and its ranks share nothing with other processes."""
     command = [sys.executable, "-m", "graphshard", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
-    return Answer(done.returncode, done.stdout, done.stderr)
+    process = (fork_server.start if fork else fork_server.start_by_exec)(command)
+    try:
+        out, err = process.communicate(timeout_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+    return Answer(process.returncode, out.decode(), err.decode())

@@ -15,7 +15,7 @@ def load(folder: Path, *options: object) -> list[object]:
 
 
 def test_a_small_checkpoint(tmp_path: Path) -> None:
-    answer = apart(*load(tmp_path, "--num-files", 3, "--peers", "read", "--repeats", 2, "--json", "-"))
+    answer = apart(*load(tmp_path, "--num-files", 3, "--peers", "read", "--repeats", 2, "--json", "-"), fork=False)
     assert answer.code in (0, 1), answer.err
     told = answer.json
     assert (answer.code == 0) == (told["missed"] == [])
@@ -34,7 +34,7 @@ def test_a_small_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_beside_fsdp2(tmp_path: Path) -> None:
     """Every rank holds the whole module at once; from mapped files it touches little more than its own part."""
-    answer = apart(*load(tmp_path, "--fsdp2-size", "128MiB", "--repeats", 1, "--json", "-"), timeout_s=300)
+    answer = apart(*load(tmp_path, "--fsdp2-size", "128MiB", "--repeats", 1, "--json", "-"), timeout_s=300, fork=False)
     assert answer.code in (0, 1), answer.err
     rows = {row["what"]: row for row in answer.json["rows"][4:]}
     assert list(rows) == ["graphshard", "fsdp2", "fsdp2_mapped"]
