@@ -109,13 +109,17 @@ class Server:
         self.environment = _with_threads(os.environ)
 
     @staticmethod
-    def start() -> Server:
-        """As another program: it shares nothing with this process."""
+    def start(libraries: str | None = None) -> Server:
+        """As another program: it shares nothing with this process. `libraries` is its LD_LIBRARY_PATH."""
         ours, theirs = socket.socketpair()
         command = [sys.executable, __file__, str(theirs.fileno())]
-        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=_with_threads(os.environ))
+        environment = _with_threads(os.environ) | ({} if libraries is None else {"LD_LIBRARY_PATH": libraries})
+        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
         theirs.close()
-        return Server(ours, process)
+        server = Server(ours, process)
+        server.environment = environment
+        atexit.register(server.close)
+        return server
 
     def why_not(self, command: Sequence[str], env: Mapping[str, str]) -> str:
         """Why `command` must be started by exec; empty if it need not be."""
@@ -152,7 +156,6 @@ def install(server: Server | None = None) -> None:
     from graphshard.comm import launch
 
     server = server or Server.start()
-    atexit.register(server.close)
     launch.subprocess = _Subprocess(server)  # type: ignore[assignment]
 
 
@@ -178,16 +181,30 @@ class _Subprocess:
     """The module `subprocess`, with another `Popen`."""
 
     def __init__(self, server: Server) -> None:
-        self.Popen = functools.partial(popen, server)
+        self.Popen = functools.partial(popen, _Servers(server))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(subprocess, name)
 
 
+class _Servers:
+    """One for each LD_LIBRARY_PATH: programs that find the host driver as libcuda need another."""
+
+    def __init__(self, first: Server) -> None:
+        self._by_path = {first.environment.get("LD_LIBRARY_PATH"): first}
+
+    def server(self, env: Mapping[str, str]) -> Server:
+        path = env.get("LD_LIBRARY_PATH")
+        if path not in self._by_path:
+            self._by_path[path] = Server.start(path)
+        return self._by_path[path]
+
+
 def popen(
-    server: Server, command: Sequence[str], *, env: Mapping[str, str], pass_fds: Sequence[int], **options: Any
+    servers: _Servers, command: Sequence[str], *, env: Mapping[str, str], pass_fds: Sequence[int], **options: Any
 ) -> Any:
     """As `subprocess.Popen`, for what `launch` asks of it."""
+    server = servers.server(env)
     if server.why_not(command, env):
         return subprocess.Popen(command, env=env, pass_fds=pass_fds, **options)
     ours: list[IO[bytes] | None] = []
