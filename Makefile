@@ -14,6 +14,8 @@ PARTS  := tests/runtime/test_[a-b]*.py tests/runtime/test_[c-e]*.py tests/runtim
   tests/runtime/test_n*.py tests/runtime/test_[o-s]*.py tests/runtime/test_[t-z]*.py
 
 export OMP_NUM_THREADS ?= 1
+# Tests start many processes: what they import is compiled once.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: all demo test test-all test-runtime test-others test-tsan build-cu13 lint format clean
 
