@@ -85,7 +85,7 @@ LITMUS(handoffs_of_64_bytes_are_whole) { HandOff(64).run(num_handoffs); }
 
 LITMUS(handoffs_of_4_kib_are_whole) { HandOff(4096).run(num_handoffs); }
 
-// A graph in each of two threads; words are reset after each wait, so one graph serves every hand-off (trap 10).
+// A graph in each of two threads; words are reset after each wait, so one graph serves every hand-off.
 LITMUS(handoffs_between_two_graphs_are_whole) {
   const Stream producer;
   const Stream consumer;

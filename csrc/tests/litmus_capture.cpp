@@ -44,7 +44,7 @@ LITMUS(a_capture_runs_nothing_and_counts_its_nodes) {
   expect_usable(stream);
 }
 
-// Trap 3: records and waits make edges, not nodes.
+// Records and waits make edges, not nodes.
 LITMUS(events_make_edges_and_no_nodes) {
   const Stream origin;
   const Stream side;
@@ -72,7 +72,7 @@ LITMUS(events_make_edges_and_no_nodes) {
   for (unsigned char i = 0; i < 4; ++i) EQUAL(i + 1, bytes.bytes()[64 * i]);
 }
 
-// Trap 3: a wait takes the frontier of the record, not what the stream recorded later.
+// A wait takes the frontier of the record, not what the stream recorded later.
 LITMUS(a_captured_wait_takes_the_frontier_of_its_record) {
   const Stream origin;
   const Stream side;
@@ -97,7 +97,7 @@ LITMUS(a_captured_wait_takes_the_frontier_of_its_record) {
   TRUE(dependency == nodes_of(captured.graph())[0]);
 }
 
-// Traps 4 and 5: work that no wait of the origin covers.
+// Work that no wait of the origin covers.
 LITMUS(unjoined_work_fails_and_resets_every_stream) {
   const Stream origin;
   const Stream side;
@@ -114,7 +114,7 @@ LITMUS(unjoined_work_fails_and_resets_every_stream) {
   expect_usable(side);
 }
 
-// Traps 5 and 6: the join covers an earlier record; the tail after it is unjoined.
+// The join covers an earlier record; the tail after it is unjoined.
 LITMUS(work_after_the_last_join_is_unjoined) {
   const Stream origin;
   const Stream side;
@@ -130,7 +130,7 @@ LITMUS(work_after_the_last_join_is_unjoined) {
   expect_usable(side);
 }
 
-// Trap 5: it is ancestry that counts; the origin need not wait for each stream itself.
+// It is ancestry that counts; the origin need not wait for each stream itself.
 LITMUS(a_join_through_a_third_stream_is_a_join) {
   const Stream origin;
   const Stream first;

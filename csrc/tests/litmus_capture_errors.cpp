@@ -20,7 +20,7 @@ void expect_usable(CUstream stream) {
 
 }  // namespace
 
-// Trap 7: an event recorded before the capture.
+// An event recorded before the capture.
 LITMUS(waiting_for_eager_work_breaks_isolation) {
   const Stream origin;
   const Stream eager;
@@ -33,7 +33,7 @@ LITMUS(waiting_for_eager_work_breaks_isolation) {
   expect_usable(origin);
 }
 
-// Trap 8: after the first error every call says so, and the capture must still be ended.
+// After the first error every call says so, and the capture must still be ended.
 LITMUS(after_an_error_the_capture_is_lost_until_it_is_ended) {
   const Stream origin;
   const Stream side;

@@ -9,7 +9,7 @@ void add_one(void* number) { ++*static_cast<int*>(number); }
 
 }  // namespace
 
-// Trap 9: arguments are frozen at capture.
+// Arguments are frozen at capture.
 LITMUS(a_replay_repeats_its_frozen_arguments) {
   const Stream stream;
   const Pinned from(64);
@@ -32,7 +32,7 @@ LITMUS(a_replay_repeats_its_frozen_arguments) {
   }
 }
 
-// Trap 10: a value is a constant, so the second replay passes on the word that the first one left.
+// A value is a constant, so the second replay passes on the word that the first one left.
 LITMUS(a_stale_word_lets_the_second_replay_pass) {
   const Stream stream;
   const Latch word;
@@ -68,7 +68,7 @@ LITMUS(a_word_reset_after_its_wait_stalls_every_replay) {
   }
 }
 
-// Trap 12: a wait whose release comes later, in another stream of the same graph, must yield.
+// A wait whose release comes later, in another stream of the same graph, must yield.
 LITMUS(a_wait_released_by_a_later_node_does_not_deadlock) {
   const Stream origin;
   const Stream side;
@@ -94,7 +94,6 @@ LITMUS(a_wait_released_by_a_later_node_does_not_deadlock) {
   }
 }
 
-// Trap 13.
 LITMUS(launches_of_one_exec_are_ordered_across_streams) {
   const Stream first;
   const Stream second;

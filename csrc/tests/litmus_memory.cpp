@@ -80,7 +80,7 @@ LITMUS(windows_keep_to_the_granularity) {
   OK(cu.mem_address_reserve(&address, 4 * bytes, 0, 0, 0));
   EXPECT(CUDA_ERROR_INVALID_VALUE, cu.mem_map(address + 64, bytes, 0, handle, 0));
   EXPECT(CUDA_ERROR_INVALID_VALUE, cu.mem_map(address, 2 * bytes, 0, handle, 0));
-  EXPECT(CUDA_ERROR_INVALID_VALUE, cu.mem_map(address, bytes, bytes, handle, 0));  // trap 17: the offset is 0
+  EXPECT(CUDA_ERROR_INVALID_VALUE, cu.mem_map(address, bytes, bytes, handle, 0));  // the offset is 0
   OK(cu.mem_map(address + bytes, bytes, 0, handle, 0));
   TRUE(cu.mem_map(address + bytes, bytes, 0, handle, 0) != CUDA_SUCCESS);
   TRUE(cu.mem_address_free(address, 4 * bytes) != CUDA_SUCCESS);  // still mapped

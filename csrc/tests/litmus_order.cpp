@@ -55,7 +55,7 @@ LITMUS(an_event_orders_two_streams) {
   TRUE(seen.is_all(9));
 }
 
-// Trap 2: a wait binds to the event's latest record when it is called, not to what is recorded later.
+// A wait binds to the event's latest record when it is called, not to what is recorded later.
 LITMUS(a_wait_binds_to_the_record_before_it) {
   const Stream recording;
   const Stream waiting;
@@ -184,7 +184,6 @@ LITMUS(host_functions_run_in_stream_order) {
   EQUAL(10, calls.count.load());
 }
 
-// Trap 14.
 LITMUS(a_host_function_may_not_call_the_driver) {
   const Stream stream;
   Calls calls;

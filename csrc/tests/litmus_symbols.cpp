@@ -15,7 +15,7 @@ void* find(const char* name, int version, CUdriverProcAddressQueryResult* status
 
 }  // namespace
 
-// Trap 1: the version chooses the ABI.
+// The version chooses the ABI.
 LITMUS(a_version_chooses_the_abi) {
   CUdriverProcAddressQueryResult status{};
   void* const v1 = find("cuStreamGetCaptureInfo", 10010, &status);

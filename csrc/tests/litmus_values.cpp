@@ -46,7 +46,7 @@ void expect_stalls(uint32_t word, uint32_t value, unsigned int flags, uint32_t r
 
 }  // namespace
 
-// Trap 11: greater-or-equal is a signed difference, so sequence numbers may wrap.
+// Greater-or-equal is a signed difference, so sequence numbers may wrap.
 LITMUS(a_wait_compares_by_signed_difference) {
   expect_passes(5, 5, CU_STREAM_WAIT_VALUE_GEQ);
   expect_passes(6, 5, CU_STREAM_WAIT_VALUE_GEQ);
@@ -62,7 +62,7 @@ LITMUS(a_wait_compares_by_equality_and_mask) {
   expect_stalls(3, 4, CU_STREAM_WAIT_VALUE_AND, 7);
 }
 
-// Trap 11: a plain store by the host wakes nobody, and must still be seen.
+// A plain store by the host wakes nobody, and must still be seen.
 LITMUS(a_plain_store_ends_a_wait) {
   const Stream stream;
   const Latch latch;
