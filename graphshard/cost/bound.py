@@ -18,8 +18,12 @@ from graphshard.cost.search import MAX_PATTERNS, Search
 _NEVER = float("inf")
 SHARES = (0.5, 0.25, 0.75, 0.0, 1.0)
 """Of a t0, see `_Sand`; each gives a bound, the likely largest first."""
+SLACK = 1e-9
+"""Of a bound for a range, since times are rounded."""
 Gathered = tuple[float, float]
 """(bytes, us): what is gathered at least, and how long that takes at least."""
+Priced = tuple[float, float]
+"""(us a byte, bytes that there are at it)."""
 
 
 def exposed_bound_us(search: Search, target_bytes: int) -> float:
@@ -95,26 +99,32 @@ def _by_layer(search: Search, setup: Setup, target_bytes: int, below_us: float) 
         yield from _by_any(search, setup, target_bytes, below_us)  # some sizes were left out
         return
     depth = setup.prefetch_depth
-    sand = [_Sand(search, setup, patterns, share) for share in (SHARES if depth else (0.0,))]
     sizes = sorted({size for one in patterns.values() for size in one} - {0})
+    sand = [_Sand(search, setup, patterns, sizes, share) for share in (SHARES if depth else (0.0,))]
     best = below_us
     for index, largest in enumerate(sizes):
-        for first, smallest in enumerate(sizes[: index + 1]):
-            if depth == 0 and smallest < largest:
-                continue  # there is one slot
-            wanted = _gross(target_bytes + largest + depth * smallest, setup)
-            us = _most_of(sand, wanted, (largest, largest, smallest), best)
+        # smallest slots [begin, end) of sizes; there is one slot without any depth
+        ranges = [(0 if depth else index, index + 1)]
+        while ranges:
+            begin, end = ranges.pop()
+            wanted = _gross(target_bytes + largest + depth * sizes[begin], setup)
+            us = _most_of(sand, wanted, (largest, largest, sizes[begin], sizes[end - 1]), best)
+            if end - begin > 1:
+                if us < best * (1 + SLACK):
+                    middle = (begin + end) // 2
+                    ranges += [(middle, end), (begin, middle)]
+                continue
             if us < best and depth > 1:
                 us = _NEVER
-                for second in sizes[first : index + 1]:
-                    wanted = _gross(target_bytes + largest + second + (depth - 1) * smallest, setup)
-                    us = min(us, _most_of(sand, wanted, (largest, second, smallest), best))
+                for second in sizes[begin : index + 1]:
+                    wanted = _gross(target_bytes + largest + second + (depth - 1) * sizes[begin], setup)
+                    us = min(us, _most_of(sand, wanted, (largest, second, sizes[begin], sizes[begin]), best))
             if us < best:
                 best = us if depth else best  # with one slot fewer bytes may take longer to read, so all count
                 yield wanted, us
 
 
-def _most_of(sand: Sequence[_Sand], wanted: float, sizes: tuple[int, int, int], enough: float) -> float:
+def _most_of(sand: Sequence[_Sand], wanted: float, sizes: tuple[int, int, int, int], enough: float) -> float:
     """The largest bound of any share; the first one that is `enough` will do."""
     us = 0.0
     for one in sand:
@@ -131,7 +141,10 @@ class _Sand:
     charged to the large ones and taken off the small ones: with any share the sum is no more than what is paid.
     """
 
-    def __init__(self, search: Search, setup: Setup, patterns: dict[int, list[int]], share: float) -> None:
+    def __init__(
+        self, search: Search, setup: Setup, patterns: dict[int, list[int]], limits: Sequence[int], share: float
+    ) -> None:
+        """`limits` are all that is asked of `fill`, rising."""
         self.setup = setup
         layers = search.problem.layers
         self.counts = {kind: sum(layer.kind == kind for layer in layers) for kind in patterns}
@@ -140,57 +153,62 @@ class _Sand:
         request = search.problem.request
         self.extra_us = share * request.hardware.link(request.transport).t0_us if self.depth else 0.0
         per_large = self.extra_us / max(self.depth, 1)
-        self.large = {kind: self._prices(search, sizes, per_large) for kind, sizes in patterns.items()}
-        self.small = {kind: self._prices(search, sizes, -self.extra_us) for kind, sizes in patterns.items()}
+        self.large = {kind: self._prices(search, sizes, limits, per_large) for kind, sizes in patterns.items()}
+        small = {kind: self._prices(search, sizes, limits, -self.extra_us) for kind, sizes in patterns.items()}
+        self.small = {limit: self._all_of(small, limit) for limit in limits}
+        self.taken: dict[tuple[int, int, int], tuple[list[Priced], int]] = {}
 
-    def _prices(self, search: Search, sizes: list[int], more_us: float) -> list[tuple[int, float]]:
-        """For each size of a kind's unit, rising: (size, least us a byte of any up to it)."""
-        found = []
-        price = _NEVER
-        for size in sizes:
-            if size:
-                price = min(price, (search.problem.gather(size, self.setup.world_size) + more_us) / size)
-                found.append((size, price))
+    def _prices(
+        self, search: Search, sizes: Sequence[int], limits: Sequence[int], more_us: float
+    ) -> dict[int, tuple[int, float]]:
+        """For each limit (the largest of a kind's units up to it, least us a byte of any up to it)."""
+        found = {}
+        last, price = 0, _NEVER
+        held = set(sizes)
+        for limit in limits:
+            if limit in held:
+                last = limit
+                price = min(price, (search.problem.gather(limit, self.setup.world_size) + more_us) / limit)
+            found[limit] = (last, price)
         return found
 
-    def fill(self, wanted: float, largest: int, second: int, smallest: int) -> float:
+    def _all_of(self, prices: dict[int, dict[int, tuple[int, float]]], limit: int) -> list[Priced]:
+        """All layers' units of up to `limit` bytes."""
+        rows = [(*prices[kind][limit], count) for kind, count in self.counts.items()]
+        return [(price, float(size * count)) for size, price, count in rows if size]
+
+    def fill(self, wanted: float, largest: int, second: int, above: int, smallest: int) -> float:
         """The cheapest; inf if it is too little.
 
         A slot's worth of layers has units up to `largest`, as many for each further slot but one up to `second`, all
-        others up to `smallest`.
+        others up to `smallest`; larger than `above` are no others. That is the smallest, or the first one of a range:
+        what is found then is no more than with any of the range.
         """
-        rows: list[tuple[float, float]] = []
         left = self.depth * self.per_slot
-        left -= self._take(rows, min(left, self.per_slot), largest, second)
-        self._take(rows, left, second, smallest)
-        for kind, count in self.counts.items():
-            size, price = _up_to(self.small[kind], smallest)
-            rows.append((price, float(size * count)))
+        rows, taken = self._take(min(left, self.per_slot), largest, second)
+        more, _ = self._take(left - taken, second, above)
         us = -self.depth * self.extra_us
-        for price, there in sorted(rows):
-            taken = min(there, wanted)
-            us += taken * price if taken > 0 else 0.0
-            wanted -= taken
+        for price, there in sorted(rows + more + self.small[smallest]):
+            if there >= wanted:
+                return us + wanted * price
+            us += there * price
+            wanted -= there
         return us if wanted <= 0 else _NEVER
 
-    def _take(self, rows: list[tuple[float, float]], most: int, limit: int, above: int) -> int:
-        """Add `most` layers' units of up to `limit` bytes that are above another size, largest first; how many."""
-        left = most
-        for kind in sorted(self.counts, key=lambda kind: -_up_to(self.large[kind], limit)[0]):
-            size, price = _up_to(self.large[kind], limit)
-            many = min(self.counts[kind], left) if size > above else 0
-            left -= many
-            rows.append((price, float(size * many)))
-        return most - left
-
-
-def _up_to(best: list[tuple[int, float]], limit: int) -> tuple[int, float]:
-    found = (0, _NEVER)
-    for entry in best:
-        if entry[0] > limit:
-            break
-        found = entry
-    return found
+    def _take(self, most: int, limit: int, above: int) -> tuple[list[Priced], int]:
+        """`most` layers' units of up to `limit` bytes that are above another size, largest first; and how many."""
+        key = (most, limit, above)
+        if key not in self.taken:
+            left = most
+            rows = []
+            for kind in sorted(self.counts, key=lambda kind: -self.large[kind][limit][0]):
+                size, price = self.large[kind][limit]
+                many = min(self.counts[kind], left) if size > above else 0
+                left -= many
+                if many:
+                    rows.append((price, float(size * many)))
+            self.taken[key] = rows, most - left
+        return self.taken[key]
 
 
 def _by_weight(search: Search, setup: Setup, target_bytes: int, below_us: float) -> Iterator[Gathered]:
