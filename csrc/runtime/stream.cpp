@@ -1,6 +1,7 @@
 #include "runtime/stream.h"
 
 #include "runtime/allowed_in_captures.h"
+#include "runtime/capture_lock.h"
 #include "runtime/stream_capture.h"
 
 namespace graphshard {
@@ -89,7 +90,9 @@ bool Stream::wait_idle(int64_t timeout_ns) const {
 
 bool Stream::is_idle() const {
   driver().enter();
+  const NoCapture no_capture;  // else a capture of this stream might begin before the query, which would end it
   check_not_capturing(*handle_, "cuStreamQuery");
+  if (!no_capture.is_granted()) return false;
   const AllowedInCaptures allowed(driver().table());
   const CUresult result = driver().table().cuStreamQuery(handle_->stream);
   if (result != CUDA_ERROR_NOT_READY) driver().table().check(result, "cuStreamQuery");

@@ -21,6 +21,7 @@ class Stream : public std::enable_shared_from_this<Stream> {
   const std::shared_ptr<CallErrors>& errors() const { return errors_; }
 
   bool wait_idle(int64_t timeout_ns) const;
+  // Also false while a capture is open in this process: a query of a stream that is being captured ends the capture.
   bool is_idle() const;
   void copy(CUdeviceptr destination, CUdeviceptr source, size_t num_bytes);
   void fill(CUdeviceptr destination, uint8_t value, size_t num_bytes);

@@ -120,12 +120,13 @@ def test_two_communicators_in_opposite_orders_end_by_name_and_both_close() -> No
         assert wrong == [] and closed_s < SOON_S
         for name, (text, _) in zip(("draft", "target") if rank == 1 else ("target", "draft"), told, strict=True):
             texts[name].add(text)
-    # who gives up first goes on to the other step, which may come just in time for those that wait there, or just not
-    assert all(len(found) == 1 for found in texts.values()) and texts != {"target": {""}, "draft": {""}}
-    (target,), (draft,) = texts["target"], texts["draft"]
+    # who gives up first goes on to the other step, which may come just in time for those that wait there, or just not,
+    # or in time for some of them
+    targets, drafts = texts["target"] - {""}, texts["draft"] - {""}
+    assert len(targets) <= 1 and len(drafts) <= 1 and targets | drafts, texts
     just_not = "all ranks came to it, and it did not end"
-    assert target == "" or "ranks 0 2 came to it, rank 1 did not" in target or just_not in target
-    assert draft == "" or re.search(r" came to it, ranks? [02 ]+ did not; ", draft) or just_not in draft
+    assert all("ranks 0 2 came to it, rank 1 did not" in text or just_not in text for text in targets), texts
+    assert all(re.search(r" came to it, ranks? [02 ]+ did not; ", text) or just_not in text for text in drafts), texts
 
 
 def test_replays_from_two_threads_do_not_meet() -> None:
