@@ -46,8 +46,11 @@ def test_an_update_that_names_nothing_or_too_much_is_refused_on_all_ranks(transp
     )
 
 
-def update_slowly(group: Group, transport: str) -> dict[str, Any]:
-    """Rank 1's tensors come late, and its last stage is late: who steps at once sees old or new bytes, never both."""
+def update_slowly(group: Group, transport: str, stopped: threading.Event) -> dict[str, Any]:
+    """Rank 1's tensors come late, and its last stage is late: who steps at once sees old or new bytes, never both.
+
+    `stopped` is both threads': rank 0 has seen the update stop steps.
+    """
     late = threading.Event()
 
     def stage(name: str) -> None:
@@ -84,8 +87,11 @@ def update_slowly(group: Group, transport: str) -> dict[str, Any]:
             for _ in range(3):
                 look()
         gate.set()
-        if transport == "pull" and group.rank == 0:
-            until(lambda: pair.draft.epoch == 1, "the update stops steps")
+        if group.rank == 0:
+            if transport == "pull":
+                until(lambda: pair.draft.epoch == 1, "the update stops steps")
+            stopped.set()
+        assert stopped.wait(60.0)
         late.set()
         updating.result()
         look()
@@ -93,7 +99,7 @@ def update_slowly(group: Group, transport: str) -> dict[str, Any]:
 
 
 def test_old_or_new_everywhere_however_slow_a_rank_is(transport: str) -> None:
-    for found in run_on_ranks(update_slowly, 2, transport):
+    for found in run_on_ranks(update_slowly, 2, transport, threading.Event()):
         assert found["mixed"] == [] and found["seen"] == sorted(found["seen"]) and found["seen"][-1] == 1
         assert found["seen"][0] == 0
 
