@@ -46,10 +46,10 @@ def test_an_update_that_names_nothing_or_too_much_is_refused_on_all_ranks(transp
     )
 
 
-def update_slowly(group: Group, transport: str, stopped: threading.Event) -> dict[str, Any]:
+def update_slowly(group: Group, transport: str, together: threading.Barrier) -> dict[str, Any]:
     """Rank 1's tensors come late, and its last stage is late: who steps at once sees old or new bytes, never both.
 
-    `stopped` is both threads': rank 0 has seen the update stop steps.
+    `together` is both ranks', which are threads.
     """
     late = threading.Event()
 
@@ -86,12 +86,11 @@ def update_slowly(group: Group, transport: str, stopped: threading.Event) -> dic
         if transport == "pull":  # steps go on while rank 1's tensors are waited for
             for _ in range(3):
                 look()
+        together.wait(60.0)  # or the update would stop a step of the other rank
         gate.set()
-        if group.rank == 0:
-            if transport == "pull":
-                until(lambda: pair.draft.epoch == 1, "the update stops steps")
-            stopped.set()
-        assert stopped.wait(60.0)
+        if transport == "pull" and group.rank == 0:
+            until(lambda: pair.draft.epoch == 1, "the update stops steps")
+        together.wait(60.0)
         late.set()
         updating.result()
         look()
@@ -99,7 +98,7 @@ def update_slowly(group: Group, transport: str, stopped: threading.Event) -> dic
 
 
 def test_old_or_new_everywhere_however_slow_a_rank_is(transport: str) -> None:
-    for found in run_on_ranks(update_slowly, 2, transport, threading.Event()):
+    for found in run_on_ranks(update_slowly, 2, transport, threading.Barrier(2)):
         assert found["mixed"] == [] and found["seen"] == sorted(found["seen"]) and found["seen"][-1] == 1
         assert found["seen"][0] == 0
 
