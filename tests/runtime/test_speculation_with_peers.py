@@ -1,4 +1,7 @@
-"""Ranks that speculate together: idle ones, unequal batches, unlike settings, missing and dead ranks."""
+"""Ranks that speculate together: idle ones, unequal batches, unlike settings, missing and dead ranks.
+
+The last file of its part by name: gathers that stay stuck slow whatever the process closes after them.
+"""
 
 from __future__ import annotations
 
