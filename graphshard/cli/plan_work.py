@@ -21,10 +21,10 @@ from graphshard.cost.hardware import HardwareSpec
 from graphshard.cost.host_step import predict_step
 from graphshard.cost.ledger import Ledger, Overheads, PartTotal, make_ledger, shardable_by_part
 from graphshard.cost.patterns import exact_patterns
-from graphshard.cost.problem import ResidencyRequest
+from graphshard.cost.problem import Problem, ResidencyRequest
 from graphshard.cost.recommend import HIDDEN_SHARE, Recommendation, recommend
 from graphshard.cost.residency import Residency, bytes_for_kv_tokens
-from graphshard.cost.segments import step_times
+from graphshard.cost.segments import SegmentKinds, segment_kinds, step_times
 from graphshard.cost.timeline import Prediction
 from graphshard.models.specs.read import read_model
 from graphshard.schedule.auto import make_plan
@@ -113,6 +113,7 @@ class PlanWork:
             spare_cores=max(0, ask.hardware.max_domain - self.world_size) if kind == "host" else 0,
         )
         self._draft_layout = self._laid_out_draft()
+        self._layers_us: dict[int, float] = {}
 
     @property
     def is_shardable(self) -> bool:
@@ -160,12 +161,17 @@ class PlanWork:
     @cached_property
     def front(self) -> Frontier:
         """Freed against exposed."""
-        return frontier(self.request)
+        return frontier(self.request, like=self._problem)
 
     @cached_property
     def advice(self) -> Recommendation:
         """What to do without a target."""
-        return recommend(self.request)
+        return recommend(self.request, like=self._problem)
+
+    @cached_property
+    def _problem(self) -> Problem:
+        """What the frontier and the recommendation have in common."""
+        return Problem(self.request)
 
     @cached_property
     def residency(self) -> Residency | None:
@@ -285,18 +291,22 @@ class PlanWork:
             )
         return found
 
-    def dual_tables(self, tokens: Sequence[int] = DUAL_TOKENS) -> list[DualTable]:
+    def dual_tables(self) -> list[DualTable]:
         """A table for each block that could be computed in slices."""
+        return self._dual_tables
+
+    @cached_property
+    def _dual_tables(self) -> list[DualTable]:
         if self.world_size == 1:
             return []
         blocks = blocks_of(self.model.spec, self.model.facts)
         sliced = [block for block in blocks if not block.why_not_sliced(self.world_size)]
         wide = [_in_bfloat16(block) for block in sliced if any(dtype_bits(gemm.dtype) < 16 for gemm in block.gemms)]
-        return [self._dual_table(block, tokens) for block in (*sliced, *wide)]
+        return [self._dual_table(block) for block in (*sliced, *wide)]
 
-    def _dual_table(self, block: Block, tokens: Sequence[int]) -> DualTable:
+    def _dual_table(self, block: Block) -> DualTable:
         plain = self._estimate(block, 0)
-        rows = tuple(self._estimate(block, count).times(count) for count in tokens)
+        rows = tuple(self._estimate(block, count).times(count) for count in DUAL_TOKENS)
         crossovers = (
             ("tensor_parallel", "replicated", plain.crossover("tensor_parallel", "replicated")),
             ("tensor_parallel", "gather", self._gather_crossover(block)),
@@ -305,13 +315,21 @@ class PlanWork:
 
     def _estimate(self, block: Block, tokens_per_group: int) -> DualEstimate:
         """With the compute of one mean layer at these tokens beside the gather; 0 tokens: nothing beside it."""
-        hide_us = 0.0
-        if tokens_per_group:
-            shape = StepShape(1, max(1, tokens_per_group // self.world_size))
-            facts = self.model.facts
-            times = step_times(self.model.spec, facts, shape, self.ask.hardware, self.ask.context_tokens)
-            hide_us = times.total_us / max(1, facts.num_layers)
+        hide_us = self._layer_us(max(1, tokens_per_group // self.world_size)) if tokens_per_group else 0.0
         return DualEstimate(block, self.ask.hardware, self.world_size, self.ask.transport, hide_us)
+
+    def _layer_us(self, tokens_per_rank: int) -> float:
+        """One mean layer in a step of one sequence."""
+        if tokens_per_rank not in self._layers_us:
+            spec, facts, ask = self.model.spec, self.model.facts, self.ask
+            shape = StepShape(1, tokens_per_rank)
+            times = step_times(spec, facts, shape, ask.hardware, ask.context_tokens, kinds=self._kinds)
+            self._layers_us[tokens_per_rank] = times.total_us / max(1, facts.num_layers)
+        return self._layers_us[tokens_per_rank]
+
+    @cached_property
+    def _kinds(self) -> SegmentKinds:
+        return segment_kinds(self.model.spec, self.model.facts)
 
     def _gather_crossover(self, block: Block) -> int | None:
         """Tokens per group from which a gather beside a layer's compute is no slower than slices, within 1 %."""

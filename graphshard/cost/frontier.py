@@ -42,15 +42,17 @@ class Frontier:
         return rows
 
 
-def frontier(request: ResidencyRequest, num_points: int = DEFAULT_POINTS) -> Frontier:
+def frontier(request: ResidencyRequest, num_points: int = DEFAULT_POINTS, like: Problem | None = None) -> Frontier:
     """Solve for targets from nothing to all that can be freed, and keep what nothing beats.
+
+    `like` is a problem of the same model, from which is taken over what does not differ.
 
     Raises:
         SpecError: fewer than 2 points; others as `Problem`.
     """
     if num_points < 2:
         raise SpecError(f"a frontier of {num_points} points: it has at least 2, nothing and all")
-    search = Search(Problem(request))
+    search = Search(Problem(request, like))
     if not search.is_exhaustive:
         most = search.most_freed().freed_bytes
         for step in range(1, num_points):

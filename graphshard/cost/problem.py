@@ -21,7 +21,8 @@ from graphshard.core.specs import ModelSpec, StepShape
 from graphshard.cost.facts import ModelFacts
 from graphshard.cost.hardware import HardwareSpec
 from graphshard.cost.kernels import gather_us
-from graphshard.cost.segments import DEFAULT_CONTEXT_TOKENS, StepTimes, step_times
+from graphshard.cost.segments import DEFAULT_CONTEXT_TOKENS, StepTimes, segment_kinds, step_times
+from graphshard.cost.shardable import layers_of, shardable_weights
 from graphshard.schedule.slots import assign_slots, issue_order
 from graphshard.schedule.units import unit_cap
 
@@ -67,30 +68,6 @@ class ResidencyRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Shardable:
-    """A weight that may be sharded; `num_bytes` are padded to the alignment. Segments `[begin, end)` need it."""
-
-    name: str
-    num_bytes: int
-    own_bytes: int
-    """Without padding."""
-    layer: int
-    begin: int
-    end: int
-
-
-@dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """The weights of one layer that may be sharded, by index, in reading order. Layers of one kind are alike."""
-
-    layer: int
-    begin: int
-    """The first segment that reads one of them."""
-    weights: tuple[int, ...]
-    kind: int
-
-
-@dataclass(frozen=True, slots=True)
 class Outcome:
     """What a choice does."""
 
@@ -118,19 +95,24 @@ class Outcome:
 class Problem:
     """A request, worked out once: candidates, times of every segment at every shape, gathers by size."""
 
-    def __init__(self, request: ResidencyRequest) -> None:
-        """Refuses what no choice can meet.
+    def __init__(self, request: ResidencyRequest, like: Problem | None = None) -> None:
+        """Refuses what no choice can meet; takes over from a problem of the same model what does not differ.
 
         Raises:
             SpecError: no rank, more ranks than can map each other's memory, no step shape, nothing that may be sharded.
         """
         _check(request)
         self.request = request
-        self.weights, self.kept = _shardable(request)
-        self.layers = _layers(self.weights)
+        if like is None or not _has_equal_weights(request, like.request):
+            model, facts = request.model, request.facts
+            self.weights, self.kept = shardable_weights(model, facts, request.alignment_bytes)
+            self.layers, self.kinds = layers_of(self.weights), segment_kinds(model, facts)
+            like = None
+        else:
+            self.weights, self.kept, self.layers, self.kinds = like.weights, like.kept, like.layers, like.kinds
         _check_ranks(request, len(self.weights))
         times = [
-            step_times(request.model, request.facts, shape, request.hardware, request.context_tokens)
+            step_times(request.model, request.facts, shape, request.hardware, request.context_tokens, kinds=self.kinds)
             for shape in request.step_shapes
         ]
         self.times: tuple[StepTimes, ...] = tuple(times)
@@ -138,6 +120,9 @@ class Problem:
         given = request.shape_weights or (1.0,) * len(times)
         self.shares = [weight / sum(given) for weight in given]
         self._gathers: dict[tuple[int, int], float] = {}
+        self._placed: dict[tuple[Setup, tuple[int, ...]], Placed] = {}
+        if like is not None and _has_equal_gathers(request, like.request):
+            self._gathers, self._placed = like._gathers, like._placed
 
     def gather(self, num_bytes: int, world_size: int) -> float:
         """Time to gather a unit of `num_bytes`, padding included."""
@@ -155,19 +140,27 @@ class Problem:
 
     def lay_out(self, chosen: Sequence[int], setup: Setup) -> Placed:
         """Units, slots and bytes of a choice; `chosen` in order. No time is spent on step shapes."""
+        key = (setup, tuple(chosen))
+        if key not in self._placed:
+            self._placed[key] = self._lay_out(*key)
+        return self._placed[key]
+
+    def _lay_out(self, setup: Setup, chosen: tuple[int, ...]) -> Placed:
         begins, ends, sizes = self._units(chosen, setup.units)
         order = issue_order(list(zip(begins, ends, strict=True)), setup.prefetch_depth, "inside")
         slots = assign_slots(order, sizes)
-        padded = [align_up(size, setup.world_size * self.request.alignment_bytes) for size in sizes]
+        alignment = setup.world_size * self.request.alignment_bytes
+        padded_of = {size: align_up(size, alignment) for size in set(sizes)}
+        us_of = {size: self.gather(padded, setup.world_size) for size, padded in padded_of.items()}
+        padded = [padded_of[size] for size in sizes]
         slot_sizes: dict[int, int] = {}
         for slot, size in zip(slots, padded, strict=True):
-            slot_sizes[slot] = max(slot_sizes.get(slot, 0), size)
-        gathers = [self.gather(size, setup.world_size) for size in padded]
+            if size > slot_sizes.get(slot, -1):
+                slot_sizes[slot] = size
+        gathers = [us_of[size] for size in sizes]
         slot_bytes = sum(slot_sizes.values())
         freed = sum(sizes) - sum(padded) // setup.world_size - slot_bytes
-        return Placed(
-            setup, tuple(chosen), begins, ends, slots, gathers, freed, sum(sizes), slot_bytes, len(slot_sizes)
-        )
+        return Placed(setup, chosen, begins, ends, slots, gathers, freed, sum(sizes), slot_bytes, len(slot_sizes))
 
     def judge(self, placed: Placed) -> Outcome:
         """The exposed time of a choice at every step shape."""
@@ -211,21 +204,22 @@ class Problem:
     def _units(self, chosen: Sequence[int], policy: str) -> tuple[list[int], list[int], list[int]]:
         """(begin, end, bytes) of each unit, grouped as `schedule.units` groups them."""
         cap = unit_cap(policy)
+        weights = [self.weights[index] for index in chosen]
         begins: list[int] = []
         ends: list[int] = []
         sizes: list[int] = []
-        layer, filled = -1, 0.0
-        for index in chosen:
-            weight = self.weights[index]
+        layer, filled, end = -1, 0.0, -1
+        for weight in weights:
             if weight.layer == layer and filled + weight.own_bytes <= cap:
-                ends[-1] = max(ends[-1], weight.end)
+                if weight.end > end:
+                    ends[-1] = end = weight.end
                 sizes[-1] += weight.num_bytes
                 filled += weight.own_bytes
             else:
+                layer, filled, end = weight.layer, weight.own_bytes, weight.end
                 begins.append(weight.begin)
-                ends.append(weight.end)
+                ends.append(end)
                 sizes.append(weight.num_bytes)
-                layer, filled = weight.layer, weight.own_bytes
         return begins, ends, sizes
 
 
@@ -297,6 +291,18 @@ def _waits_and_idles(
     return waits, idles[1:]
 
 
+def _has_equal_weights(one: ResidencyRequest, other: ResidencyRequest) -> bool:
+    """Whether the same may be sharded."""
+    is_same = one.model is other.model and one.facts is other.facts
+    return is_same and one.alignment_bytes == other.alignment_bytes
+
+
+def _has_equal_gathers(one: ResidencyRequest, other: ResidencyRequest) -> bool:
+    """Whether a unit's gather takes as long."""
+    is_same = one.hardware is other.hardware and one.transport == other.transport
+    return is_same and one.other_traffic == other.other_traffic
+
+
 def _check(request: ResidencyRequest) -> None:
     if not request.step_shapes:
         raise SpecError("no step shape to plan for: name at least one, such as 1x1")
@@ -324,53 +330,3 @@ def _check_ranks(request: ResidencyRequest, num_weights: int) -> None:
                 f"{size} ranks for {num_weights} weights that may be sharded: use at most {max(most, 1)} ranks, since "
                 "further ones would hold no weight's worth of bytes"
             )
-
-
-def _shardable(request: ResidencyRequest) -> tuple[tuple[Shardable, ...], tuple[tuple[str, str], ...]]:
-    """Weights that may be sharded, in reading order; and (weight, reason) of replicated ones that may not."""
-    model = request.model
-    readers: dict[str, list[int]] = {}
-    runs: dict[int | None, int] = {}  # stretches of segments of a layer
-    for index, segment in enumerate(model.segments):
-        for name in segment.reads:
-            readers.setdefault(name, []).append(index)
-        if index == 0 or model.segments[index - 1].layer != segment.layer:
-            runs[segment.layer] = runs.get(segment.layer, 0) + 1
-    found: list[Shardable] = []
-    kept: list[tuple[str, str]] = []
-    for name in request.facts.replicated:
-        read = readers.get(name, [])
-        layers = {model.segments[index].layer for index in read}
-        layer = next(iter(layers), None)
-        size = model.weight(name).num_bytes
-        if name in model.why_whole:
-            kept.append((name, f"it is {model.why_whole[name]}"))
-        elif len(layers) != 1 or layer is None:
-            kept.append((name, "it is not read in exactly one layer"))
-        elif runs[layer] > 1:
-            kept.append((name, f"layer {layer} runs in {runs[layer]} pieces"))
-        elif size == 0:
-            kept.append((name, "it has no bytes"))
-        else:
-            padded = align_up(size, request.alignment_bytes)
-            found.append(Shardable(name, padded, size, layer, read[0], read[-1] + 1))
-    if not found:
-        raise SpecError(
-            f"no weight of {model.name} may be sharded under this deployment: nothing is replicated in a layer"
-        )
-    position = {weight.name: index for index, weight in enumerate(model.weights)}
-    found.sort(key=lambda weight: (weight.begin, position[weight.name]))
-    return tuple(found), tuple(kept)
-
-
-def _layers(weights: Sequence[Shardable]) -> tuple[LayerWeights, ...]:
-    by_layer: dict[int, list[int]] = {}
-    for index, weight in enumerate(weights):
-        by_layer.setdefault(weight.layer, []).append(index)
-    kinds: dict[tuple[tuple[int, int, int], ...], int] = {}
-    found = []
-    for layer, members in by_layer.items():
-        begin = weights[members[0]].begin
-        alike = tuple((weights[i].num_bytes, weights[i].begin - begin, weights[i].end - begin) for i in members)
-        found.append(LayerWeights(layer, begin, tuple(members), kinds.setdefault(alike, len(kinds))))
-    return tuple(found)

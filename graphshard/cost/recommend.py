@@ -45,7 +45,9 @@ class Recommendation:
         return [f"recommended: {self.answer}", *self.reasons]
 
 
-def recommend(request: ResidencyRequest, max_share: float = HIDDEN_SHARE) -> Recommendation:
+def recommend(
+    request: ResidencyRequest, max_share: float = HIDDEN_SHARE, like: Problem | None = None
+) -> Recommendation:
     """Whether to gather everything at the request's step shapes, and if not, how much and why.
 
     A plan is hidden if at *every* step shape it exposes at most `max_share` of that step; the plan is searched for
@@ -54,13 +56,14 @@ def recommend(request: ResidencyRequest, max_share: float = HIDDEN_SHARE) -> Rec
     Args:
         request: its step shapes are those that are served; how often each runs does not count here.
         max_share: of a replicated step that may be exposed.
+        like: a problem of the same model, from which is taken over what does not differ.
 
     Raises:
         SpecError: `max_share` is no share; others as `Problem`.
     """
     if not 0 <= max_share < 1:
         raise SpecError(f"max_share is {max_share!r}: it is a share of the step, from 0 to below 1")
-    advice = _Advice(request, max_share)
+    advice = _Advice(request, max_share, like)
     full = advice.full
     how_far = (
         f"a full gather of {format_bytes(full.sharded_bytes)} over {full.setup.world_size} ranks takes "
@@ -85,15 +88,15 @@ def recommend(request: ResidencyRequest, max_share: float = HIDDEN_SHARE) -> Rec
 class _Advice:
     """What the sentences are made of."""
 
-    def __init__(self, request: ResidencyRequest, max_share: float) -> None:
+    def __init__(self, request: ResidencyRequest, max_share: float, like: Problem | None) -> None:
         self.request, self.max_share = request, max_share
-        problem = Problem(request)
+        self.problem = problem = Problem(request, like)
         self.full = full_gather(problem)
         self.steps_us = [times.total_us for times in problem.times]
         shares = [us / step for us, step in zip(self.full.exposed_by_shape, self.steps_us, strict=True)]
         self.hardest = shares.index(max(shares))
         only = tuple(float(index == self.hardest) for index in range(len(shares)))
-        self.front: Frontier = frontier(replace(request, shape_weights=only), NUM_POINTS)
+        self.front: Frontier = frontier(replace(request, shape_weights=only), NUM_POINTS, problem)
 
     def recommend(self, answer: Answer, reasons: tuple[str, ...], residency: Residency | None) -> Recommendation:
         """The answer with what holds for any."""
@@ -125,7 +128,7 @@ class _Advice:
     @cached_property
     def hides_from(self) -> int | None:
         """Tokens a rank from which a full gather is hidden."""
-        return hides_from(self.request, self.max_share)
+        return hides_from(self.request, self.max_share, self.problem)
 
     @cached_property
     def hides_between(self) -> tuple[int | None, int | None] | None:
@@ -133,7 +136,8 @@ class _Advice:
         ends = published_ends(self.request.hardware)
         if ends is None:
             return None
-        least, most = (hides_from(replace(self.request, hardware=one), self.max_share) for one in ends)
+        requests = (replace(self.request, hardware=one) for one in ends)
+        least, most = (hides_from(one, self.max_share, self.problem) for one in requests)
         return most, least
 
     def threshold_text(self) -> str:
@@ -161,16 +165,17 @@ def full_gather(problem: Problem) -> Outcome:
     return min((problem.evaluate(everything, setup) for setup in setups), key=lambda one: one.rank)
 
 
-def hides_from(request: ResidencyRequest, max_share: float = HIDDEN_SHARE) -> int | None:
+def hides_from(request: ResidencyRequest, max_share: float = HIDDEN_SHARE, like: Problem | None = None) -> int | None:
     """The fewest tokens a rank at which a full gather exposes at most `max_share` of the step; None if there is none.
 
     The tokens are one sequence's, from its beginning on. As many in more sequences, or late in a long one, read more
-    caches and states, so they hide it too.
+    caches and states, so they hide it too. `like` is a problem of the same model.
     """
+    first = Problem(request, like)
 
     def is_hidden(tokens: int) -> bool:
         shape = StepShape(1, tokens)
-        problem = Problem(replace(request, step_shapes=(shape,), shape_weights=(), context_tokens=tokens))
+        problem = Problem(replace(request, step_shapes=(shape,), shape_weights=(), context_tokens=tokens), first)
         return full_gather(problem).exposed_us <= max_share * _step_us(problem)
 
     high = 1

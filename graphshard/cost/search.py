@@ -9,12 +9,13 @@ best spread choice is then improved by moving bytes to where the link idles.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from graphshard.cost.problem import LayerWeights, Outcome, Placed, Problem, Setup
+from graphshard.cost.problem import Outcome, Placed, Problem, Setup
+from graphshard.cost.shardable import LayerWeights
 
 EXHAUSTIVE_CHOICES = 6000
 """Up to so many (subsets times setups) all are judged."""
@@ -36,6 +37,21 @@ class Pattern:
     members: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Menu:
+    """The patterns that a layer may have, rising."""
+
+    patterns: tuple[Pattern, ...]
+    sizes: tuple[int, ...]
+    """Bytes of each."""
+
+    @classmethod
+    def of(cls, patterns: Iterable[Pattern]) -> Menu:
+        """Of these."""
+        rising = tuple(patterns)
+        return cls(rising, tuple(one.num_bytes for one in rising))
+
+
 class Search:
     """Finds outcomes for a memory target. `seen` has every choice that was judged, for the frontier."""
 
@@ -45,6 +61,8 @@ class Search:
         self.seen: dict[tuple[Setup, tuple[int, ...]], Outcome] = {}
         self.is_exhaustive = len(self.setups) << len(problem.weights) <= EXHAUSTIVE_CHOICES
         self._patterns: dict[tuple[int, int], tuple[Pattern, ...]] = {}
+        self._menus: dict[tuple[str, int], list[Menu]] = {}
+        self._most_freed: Outcome | None = None
         self._dues = self._shares_of_compute()
         self._last_begin = (max(weight.begin for weight in problem.weights),)
         if self.is_exhaustive:
@@ -203,34 +221,38 @@ class Search:
 
     def all_within(self, setup: Setup, cap: int) -> Placed:
         """Everything in units of at most `cap` bytes: what frees most under that bound."""
-        return self.problem.lay_out(self._members([limit[-1] for limit in self._limits(setup, cap)]), setup)
+        return self.problem.lay_out(self._members([menu.patterns[-1] for menu in self._limits(setup, cap)]), setup)
 
     def most_freed(self) -> Outcome:
         """The choice that frees most, whatever it exposes."""
         if self.is_exhaustive:
             return max(self.seen.values(), key=lambda one: (one.freed_bytes, -one.exposed_us))
-        placed = [self.all_within(setup, cap) for setup in self.setups for cap in self.caps(setup)]
-        return self.judge(max(placed, key=lambda one: one.freed_bytes))
+        if self._most_freed is None:
+            placed = [self.all_within(setup, cap) for setup in self.setups for cap in self.caps(setup)]
+            self._most_freed = self.judge(max(placed, key=lambda one: one.freed_bytes))
+        return self._most_freed
 
-    def _limits(self, setup: Setup, cap: int, last: int = 0) -> list[tuple[Pattern, ...]]:
+    def _limits(self, setup: Setup, cap: int, last: int = 0) -> list[Menu]:
         """The patterns that each layer may have; in the last one of weights from place `last` on."""
-        limits = self._all_limits(setup, cap)
+        key = (setup.units, cap)
+        if key not in self._menus:
+            self._menus[key] = self._all_limits(setup, cap)
+        limits = self._menus[key]
         if last:
-            limits[-1] = tuple(one for one in limits[-1] if not one.members or one.members[0] >= last)
+            late = Menu.of(one for one in limits[-1].patterns if not one.members or one.members[0] >= last)
+            return [*limits[:-1], late]
         return limits
 
-    def _all_limits(self, setup: Setup, cap: int) -> list[tuple[Pattern, ...]]:
+    def _all_limits(self, setup: Setup, cap: int) -> list[Menu]:
+        kinds = {layer.kind: layer for layer in self.problem.layers}
         if setup.units == "weight":
-            return [self.patterns(layer, cap) for layer in self.problem.layers]
-        cut: dict[int, tuple[Pattern, ...]] = {}
-        for layer in self.problem.layers:
-            if layer.kind not in cut:
-                cut[layer.kind] = tuple(p for p in self.patterns(layer, None) if p.num_bytes <= cap)
+            cut = {kind: Menu.of(self.patterns(layer, cap)) for kind, layer in kinds.items()}
+        else:
+            whole = {kind: self.patterns(layer, None) for kind, layer in kinds.items()}
+            cut = {kind: Menu.of(p for p in patterns if p.num_bytes <= cap) for kind, patterns in whole.items()}
         return [cut[layer.kind] for layer in self.problem.layers]
 
-    def _walk(
-        self, limits: Sequence[tuple[Pattern, ...]], wanted: float, dues: Sequence[float]
-    ) -> tuple[list[int], int]:
+    def _walk(self, limits: Sequence[Menu], wanted: float, dues: Sequence[float]) -> tuple[list[int], int]:
         """Give each layer what is due of `wanted` bytes, as far as patterns allow; and how many layers are full.
 
         What a pattern is short of is due to the next layer. What a full layer could not take is lost: a slot's gate
@@ -239,31 +261,30 @@ class Search:
         owed = 0.0
         chosen: list[int] = []
         num_full = 0
-        for layer, patterns, due in zip(self.problem.layers, limits, dues, strict=True):
+        for layer, menu, due in zip(self.problem.layers, limits, dues, strict=True):
             owed += wanted * due
             if owed > 0:
-                pattern = patterns[bisect_right(patterns, owed, key=lambda one: one.num_bytes) - 1]
-                owed -= pattern.num_bytes
-                chosen += [layer.weights[place] for place in pattern.members]
-                if pattern is patterns[-1]:
+                place = bisect_right(menu.sizes, owed) - 1
+                owed -= menu.sizes[place]
+                chosen += [layer.weights[member] for member in menu.patterns[place].members]
+                if place == len(menu.sizes) - 1:
                     num_full += 1
                     owed = min(owed, 0.0)
         return chosen, num_full
 
-    def _thinned(self, setup: Setup, target_bytes: int, limits: Sequence[tuple[Pattern, ...]]) -> Placed:
+    def _thinned(self, setup: Setup, target_bytes: int, limits: Sequence[Menu]) -> Placed:
         """All that the limits allow, less what the target does not need: taken from the first layers on."""
-        picks = [patterns[-1] for patterns in limits]
+        picks = [menu.patterns[-1] for menu in limits]
         placed = self.problem.lay_out(self._members(picks), setup)
         spare = placed.freed_bytes - target_bytes
-        for index, patterns in enumerate(limits):
+        for index, menu in enumerate(limits):
             if spare <= 0:
                 break
             # a layer's slot may shrink with it, which is not counted on
             least = picks[index].num_bytes - _gross(spare, setup)
-            smaller = next(one for one in patterns if one.num_bytes >= least)
-            lighter = [*picks[:index], smaller, *picks[index + 1 :]]
+            smaller = menu.patterns[bisect_left(menu.sizes, least)]
             spare -= (picks[index].num_bytes - smaller.num_bytes) * (setup.world_size - 1) // setup.world_size
-            picks = lighter
+            picks[index] = smaller
         thinner = self.problem.lay_out(self._members(picks), setup)
         return thinner if thinner.freed_bytes >= target_bytes else placed
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
 from graphshard.core.errors import SpecError
 from graphshard.core.lowering import ActCollective, ActCopies, ActOp
 from graphshard.core.program import Program
-from graphshard.core.specs import ModelSpec, SegmentSpec, StepShape
+from graphshard.core.specs import ModelSpec, StepShape
 from graphshard.cost.facts import LayerFact, ModelFacts, WeightFact
 from graphshard.cost.hardware import HardwareSpec
 from graphshard.cost.kernels import (
@@ -87,6 +87,60 @@ class StepTimes:
         return self.blocks[index]
 
 
+@dataclass(frozen=True, slots=True)
+class SegmentWork:
+    """What a segment computes, at any step shape."""
+
+    reads: tuple[WeightFact | None, ...]
+    """None: an embedding that is looked up."""
+    attention: LayerFact | None = None
+    exchange: tuple[LayerFact, WeightFact] | None = None
+    """Of a layer and its routed experts: with the first segment that reads one."""
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Equal for what costs the same."""
+        reads = tuple(fact if fact is None else (_key(fact), fact.top_k, fact.num_experts) for fact in self.reads)
+        attention = None if self.attention is None else replace(self.attention, layer=0, segment="")
+        exchange = None if self.exchange is None else (self.exchange[0].routed_bytes_per_token, self.exchange[1].top_k)
+        return reads, attention, exchange
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentKinds:
+    """Segments of a model that cost the same at any step shape: segment i is of kind `of[i]`."""
+
+    of: tuple[int, ...]
+    works: tuple[SegmentWork, ...]
+    """By kind."""
+
+
+def segment_kinds(model: ModelSpec, facts: ModelFacts) -> SegmentKinds:
+    """The kinds of `model`'s segments; SpecError if the facts are not this model's."""
+    layer_of = {layer.segment: layer for layer in facts.layers}
+    last_reader = {name: segment.path for segment in model.segments for name in segment.reads}
+    exchanged: set[int] = set()
+    kinds: dict[tuple[object, ...], int] = {}
+    works: list[SegmentWork] = []
+    of = []
+    for segment in model.segments:
+        path, layer = segment.path, segment.layer
+        read = [facts.weight(name) for name in segment.reads]
+        routed = next((fact for fact in read if fact.rows == "routed"), None)
+        exchange = None
+        if routed is not None and layer is not None and layer not in exchanged:
+            exchanged.add(layer)
+            exchange = facts.layer(layer), routed
+        # a tied head is looked up by its first readers, multiplied by the last
+        reads = tuple(None if fact.role == "head" and last_reader[fact.weight] != path else fact for fact in read)
+        work = SegmentWork(reads, layer_of.get(path), exchange)
+        kind = kinds.setdefault(work.key, len(works))
+        if kind == len(works):
+            works.append(work)
+        of.append(kind)
+    return SegmentKinds(tuple(of), tuple(works))
+
+
 def step_times(
     model: ModelSpec,
     facts: ModelFacts,
@@ -94,6 +148,7 @@ def step_times(
     hardware: HardwareSpec,
     context_tokens: int = DEFAULT_CONTEXT_TOKENS,
     share: float | None = None,
+    kinds: SegmentKinds | None = None,
 ) -> StepTimes:
     """Cost every segment: the gemms of the weights it reads, its layer's attention, what its experts send.
 
@@ -104,66 +159,68 @@ def step_times(
         hardware: rates; measured times of exactly these operations or segments go first.
         context_tokens: cached tokens of each sequence.
         share: what a running gather leaves of the memory's rate; None: `kernels.memory_share`.
+        kinds: of these segments, for many step shapes; None: worked out.
 
     Raises:
         SpecError: the hardware has no rate for a gemm's dtype, or the facts are not this model's.
     """
     share = memory_share(hardware) if share is None else share
-    coster = _Coster(model, facts, shape, hardware, context_tokens, share)
-    return StepTimes(shape, tuple(coster.segment(segment) for segment in model.segments))
+    kinds = segment_kinds(model, facts) if kinds is None else kinds
+    coster = _Coster(facts, shape, hardware, context_tokens, share)
+    digest = model.digest if hardware.measured else ""
+    by_kind: dict[int, SegmentTime] = {}
+    times = []
+    for segment, kind in zip(model.segments, kinds.of, strict=True):
+        one = coster.measured(digest, segment.name) if digest else None
+        if one is None:
+            if kind not in by_kind:
+                by_kind[kind] = coster.work(kinds.works[kind])
+            one = by_kind[kind]
+        times.append(one)
+    return StepTimes(shape, tuple(times))
+
+
+def _key(fact: WeightFact) -> tuple[object, ...]:
+    """Equal for weights that cost the same in one model."""
+    return (fact.n, fact.k, fact.dtype, fact.rows, fact.role, fact.split, fact.is_replicated, fact.num_matrices)
 
 
 class _Coster:
     """Costs of one step shape; equal weights are computed once."""
 
     def __init__(
-        self,
-        model: ModelSpec,
-        facts: ModelFacts,
-        shape: StepShape,
-        hardware: HardwareSpec,
-        context_tokens: int,
-        share: float,
+        self, facts: ModelFacts, shape: StepShape, hardware: HardwareSpec, context_tokens: int, share: float
     ) -> None:
         self.facts, self.shape, self.hardware = facts, shape, hardware
         self.context_tokens, self.share = context_tokens, share
         self.tokens = shape.batch_size * shape.tokens_per_sequence
-        self.layer_of: Mapping[str, LayerFact] = {layer.segment: layer for layer in facts.layers}
-        self.model_key = model.digest if hardware.measured else ""
-        self.last_reader = {name: segment.path for segment in model.segments for name in segment.reads}
         self.done: dict[tuple[object, ...], SegmentTime] = {}
-        self.exchanged: set[int] = set()
 
-    def segment(self, segment: SegmentSpec) -> SegmentTime:
-        """The sum of what it does; whole segments that were measured go first."""
+    def measured(self, digest: str, segment: str) -> SegmentTime | None:
+        """A whole segment that was measured goes before what it does."""
         shape = (self.shape.batch_size, self.shape.tokens_per_sequence)
-        measured = self.hardware.look_up("segment", self.model_key, segment.name, *shape)
-        if measured is not None:
-            cached = self.hardware.look_up("segment_cached", self.model_key, segment.name, *shape)
-            slowed = measured * self.hardware.overlap_compute
-            return SegmentTime(measured, slowed, measured if cached is None else cached)
-        parts = [self.read(segment, self.facts.weight(name)) for name in segment.reads]
-        if segment.path in self.layer_of:
-            parts.append(self.attention(self.layer_of[segment.path]))
-        routed = next((name for name in segment.reads if self.facts.weight(name).rows == "routed"), None)
-        if routed is not None and segment.layer is not None and segment.layer not in self.exchanged:
-            self.exchanged.add(segment.layer)
-            parts.append(self.exchange(self.facts.layer(segment.layer), self.facts.weight(routed)))
+        us = self.hardware.look_up("segment", digest, segment, *shape)
+        if us is None:
+            return None
+        cached = self.hardware.look_up("segment_cached", digest, segment, *shape)
+        return SegmentTime(us, us * self.hardware.overlap_compute, us if cached is None else cached)
+
+    def work(self, work: SegmentWork) -> SegmentTime:
+        """The sum of what a segment does."""
+        parts = [self._elementwise() if fact is None else self.weight(fact) for fact in work.reads]
+        if work.attention is not None:
+            parts.append(self.attention(work.attention))
+        if work.exchange is not None:
+            parts.append(self.exchange(*work.exchange))
         return SegmentTime(
             sum(part.alone_us for part in parts),
             sum(part.shared_us for part in parts),
             sum(part.cached_us for part in parts),
         )
 
-    def read(self, segment: SegmentSpec, fact: WeightFact) -> SegmentTime:
-        """What `segment` does with a weight. A tied head is looked up by its first readers, multiplied by the last."""
-        if fact.role == "head" and self.last_reader[fact.weight] != segment.path:
-            return self._elementwise()
-        return self.weight(fact)
-
     def weight(self, fact: WeightFact) -> SegmentTime:
         """Its gemms, and the sum over ranks that tensor parallelism needs after them."""
-        key = (fact.n, fact.k, fact.dtype, fact.rows, fact.role, fact.split, fact.is_replicated, fact.num_matrices)
+        key = _key(fact)
         if key not in self.done:
             self.done[key] = self._weight(fact)
         return self.done[key]

@@ -16,6 +16,7 @@ import heapq
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import ne
 
 from graphshard.core.errors import SpecError
 from graphshard.core.plan import HeadPolicy
@@ -40,6 +41,11 @@ class IssueOrder:
         """Positions that the longest residency takes, from its gather to its gate: depth + 1 without overlaps."""
         return self.depth + 1 + max((last - index for index, last in enumerate(self.reach)), default=0)
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether a residency is still read when the next one is waited for."""
+        return any(map(ne, self.reach, range(len(self.reach))))
+
 
 def issue_order(spans: Sequence[tuple[int, int]], prefetch_depth: int, head: HeadPolicy) -> IssueOrder:
     """The order for residencies over segments `[begin, end)`, sorted by begin.
@@ -62,6 +68,8 @@ def smallest_num_slots(order: IssueOrder) -> int:
     if order.tail:
         blocks, rest = divmod(len(order.reach), order.arc_length)
         return order.arc_length + -(-rest // blocks)
+    if not order.overlaps:
+        return min(order.depth + 1, len(order.reach))
     taken: list[int] = []  # a heap of the positions up to which slots are taken
     peak = 0
     for index, reach in enumerate(order.reach):
@@ -97,13 +105,17 @@ def assign_slots(order: IssueOrder, sizes: Sequence[int], num_slots: int | None 
 
 def _interval_slots(order: IssueOrder, sizes: Sequence[int], num_slots: int, fit: bool) -> tuple[int, ...]:
     """Colour intervals in the order of their gathers. Any free slot will do: take the best fit or the first freed."""
+    if fit and not order.overlaps:
+        return tuple(index % num_slots for index in range(len(sizes)))  # no more than one slot is free
     last = [-1] * num_slots  # the last position that each slot is taken for
     held = [0] * num_slots  # bytes of each slot so far
     slots = []
     for index, size in enumerate(sizes):
         position = max(index - order.depth, 0)
         free = [slot for slot in range(num_slots) if last[slot] < position]
-        if fit:
+        if len(free) == 1:
+            slot = free[0]
+        elif fit:
             slot = min(free, key=lambda s: (max(size - held[s], 0), held[s], s))
         else:
             slot = min(free, key=lambda s: (last[s], s))
