@@ -18,9 +18,16 @@ def test_blocks_are_exact(world_size: int, mode: str, how: str) -> None:
     assert run_on_ranks(run_rounds, world_size, 30, how, 1, mode=mode) == ["right"] * world_size
 
 
-@pytest.mark.parametrize(("world_size", "mode"), [(2, "threads"), (3, "threads"), (4, "threads"), (3, "processes")])
-def test_ranks_mix_eager_and_captured_rounds(world_size: int, mode: str) -> None:
-    assert run_on_ranks(run_rounds, world_size, 1500, "mixed", 2, mode=mode) == ["right"] * world_size
+@pytest.mark.parametrize(
+    ("world_size", "mode", "num_rounds"),
+    [
+        (3, "threads", 400),
+        (3, "processes", 400),
+        *(pytest.param(world_size, mode, 5000, marks=pytest.mark.slow) for world_size in (2, 3, 4) for mode in MODES),
+    ],
+)
+def test_ranks_mix_eager_and_captured_rounds(world_size: int, mode: str, num_rounds: int) -> None:
+    assert run_on_ranks(run_rounds, world_size, num_rounds, "mixed", 2, mode=mode) == ["right"] * world_size
 
 
 def test_tokens_are_written_again_only_when_all_have_copied_them() -> None:
