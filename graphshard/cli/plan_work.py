@@ -267,8 +267,8 @@ class PlanWork:
 
     def predicted(self, planned: Planned, shape: StepShape) -> Prediction:
         """A step of `planned` at `shape`."""
-        ask = self.ask
-        return predict_step(self.model.spec, self.model.facts, planned.plan, shape, ask.hardware, ask.context_tokens)
+        spec, facts, ask = self.model.spec, self.model.facts, self.ask
+        return predict_step(spec, facts, planned.plan, shape, ask.hardware, ask.context_tokens, self._kinds)
 
     def hidden_by_shape(self) -> list[dict[str, Any]]:
         """For each step shape the most that one of the frontier's plans frees with at most 2 % of that step exposed."""

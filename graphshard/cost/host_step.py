@@ -16,7 +16,7 @@ from graphshard.core.specs import ModelSpec, StepShape
 from graphshard.cost.dual_choice import block_times
 from graphshard.cost.facts import ModelFacts
 from graphshard.cost.hardware import HardwareSpec
-from graphshard.cost.segments import SegmentTime, StepTimes, step_times
+from graphshard.cost.segments import SegmentKinds, SegmentTime, StepTimes, step_times
 from graphshard.cost.timeline import Prediction, predict
 from graphshard.schedule.emit import emit
 
@@ -31,16 +31,16 @@ def predict_step(
     shape: StepShape,
     hardware: HardwareSpec,
     context_tokens: int = 1,
+    kinds: SegmentKinds | None = None,
 ) -> Prediction:
-    """One step of `plan` at `shape`, on a host or any other machine.
+    """One step of `plan` at `shape`, on a host or any other machine; `kinds` as in `step_times`.
 
     Raises:
         SpecError: the hardware has no figures for a dtype or the transport.
     """
     layout = build_layout(model, plan)
-    times, transport = times_of_plan(
-        model, layout, plan, step_times(model, facts, shape, hardware, context_tokens), hardware
-    )
+    alone = step_times(model, facts, shape, hardware, context_tokens, kinds=kinds)
+    times, transport = times_of_plan(model, layout, plan, alone, hardware)
     program = emit(model, plan, shape)
     if program.blocks:
         tokens = shape.batch_size * shape.tokens_per_sequence

@@ -61,6 +61,7 @@ class Search:
         self.seen: dict[tuple[Setup, tuple[int, ...]], Outcome] = {}
         self.is_exhaustive = len(self.setups) << len(problem.weights) <= EXHAUSTIVE_CHOICES
         self._patterns: dict[tuple[int, int], tuple[Pattern, ...]] = {}
+        self._sizes_of: dict[str, list[int]] = {}
         self._menus: dict[tuple[str, int], list[Menu]] = {}
         self._most_freed: Outcome | None = None
         self._dues = self._shares_of_compute()
@@ -199,10 +200,13 @@ class Search:
 
     def _sizes(self, setup: Setup) -> list[int]:
         """What a unit's bytes can be, rising."""
-        if setup.units == "weight":
-            return sorted({weight.num_bytes for weight in self.problem.weights})
-        kinds = {layer.kind: layer for layer in self.problem.layers}
-        return sorted({p.num_bytes for layer in kinds.values() for p in self.patterns(layer, None)} - {0})
+        if setup.units not in self._sizes_of:
+            sizes = {weight.num_bytes for weight in self.problem.weights}
+            if setup.units != "weight":
+                kinds = {layer.kind: layer for layer in self.problem.layers}
+                sizes = {p.num_bytes for layer in kinds.values() for p in self.patterns(layer, None)} - {0}
+            self._sizes_of[setup.units] = sorted(sizes)
+        return self._sizes_of[setup.units]
 
     def patterns(self, layer: LayerWeights, largest: int | None) -> tuple[Pattern, ...]:
         """One subset for each sum of bytes, rising, of weights up to `largest`; of equal sums the one read last."""

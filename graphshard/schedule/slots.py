@@ -55,12 +55,13 @@ def issue_order(spans: Sequence[tuple[int, int]], prefetch_depth: int, head: Hea
     """
     begins = [begin for begin, _ in spans]
     reach = tuple(bisect_left(begins, end) - 1 for _, end in spans)
-    overlap = max((last - index for index, last in enumerate(reach)), default=0)
     if head == "outside":
         return IssueOrder(prefetch_depth, False, min(max(prefetch_depth, 1), len(spans)), reach)
-    depth = prefetch_depth if head == "inside" else max(min(prefetch_depth, len(spans) - 1 - overlap), 0)
-    tail = head == "tail" and depth > 0
-    return IssueOrder(depth, tail, depth if tail else 0, reach)
+    if head == "inside":
+        return IssueOrder(prefetch_depth, False, 0, reach)
+    overlap = max((last - index for index, last in enumerate(reach)), default=0)
+    depth = max(min(prefetch_depth, len(spans) - 1 - overlap), 0)
+    return IssueOrder(depth, depth > 0, depth, reach)
 
 
 def smallest_num_slots(order: IssueOrder) -> int:
