@@ -17,7 +17,6 @@ from graphshard.bench.stats import quantile
 from graphshard.comm.group import Group
 from graphshard.cost.dual import Block
 from graphshard.cost.hardware import HardwareSpec, Link, Measured
-from graphshard.report.machine import machine_facts
 
 BY_RUN = "durations that this run measured: single gemms, one gather, an exchange without compute"
 NUM_REPEATS = 8
@@ -38,7 +37,7 @@ def gemm_shapes(block: Block, tokens: Sequence[int], world_size: int) -> list[Ge
 
 
 def measure_figures(
-    group: Group, block: Block, tokens: Sequence[int], transport: str, exchange_us: Callable[[], float]
+    group: Group, block: Block, tokens: Sequence[int], transport: str, exchange_us: Callable[[], float], l3_bytes: int
 ) -> dict[str, Any]:
     """Medians over ranks (collective), in us.
 
@@ -59,7 +58,7 @@ def measure_figures(
         **{name: _median_rows([one[name] for one in told]) for name in ("gemm", "gemm_cached")},
         "gather_us": _median([one["gather_us"] for one in told]),
         "exchange_us": _median([one["exchange_us"] for one in told]),
-        "cache_bytes": int(str(machine_facts()["l3_bytes"] or 0)) // (COPIED_TWICE * group.world_size),
+        "cache_bytes": l3_bytes // (COPIED_TWICE * group.world_size),
     }
 
 

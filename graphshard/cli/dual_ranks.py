@@ -22,6 +22,7 @@ from graphshard.cost.dual import Block
 from graphshard.cost.dual_choice import CostChooser, as_cost_block
 from graphshard.cost.hardware_file import load_hardware
 from graphshard.models.block_stack import BlockSizes, BlockStack
+from graphshard.report.machine import machine_facts
 from graphshard.runtime.model import SegmentedModel
 from graphshard.runtime.runtime import Runtime
 from graphshard.schedule.tuned import Tuned
@@ -49,7 +50,8 @@ def dual(group: Group, values: dict[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(1)
     field, figures = _Field(group, request), None
     if hardware_path is None:
-        figures = measure_figures(group, field.block, request.tokens, request.transport, field.exchange_us)
+        l3_bytes = int(str(machine_facts()["l3_bytes"] or 0))
+        figures = measure_figures(group, field.block, request.tokens, request.transport, field.exchange_us, l3_bytes)
         hardware = hardware_of(figures, field.block, group.world_size, request.transport)
     else:
         hardware = load_hardware(hardware_path)
