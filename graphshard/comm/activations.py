@@ -19,6 +19,7 @@ nothing but steps. Three things happen beside steps:
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -40,8 +41,9 @@ FLAGS = "tp.flags"
 MOST_RANKS = 85
 """A batch of flag words holds 256, see csrc/runtime/flags.h."""
 RELEASE_S = 5.0
-"""The longest that a rank which gave up keeps its own waits open."""
-_RELEASE_EVERY_S = 0.001
+"""The longest that closing waits for the streams of a rank that gave up."""
+_RELEASE_EVERY_S, _SELDOM_S = 0.001, 0.02
+"""How often such a rank lets its own waits pass; seldom once `RELEASE_S` have gone by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,18 +177,21 @@ class _Release:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread when the streams are idle, or soon."""
+        """End the thread when the streams are idle, or after `RELEASE_S`: it must be gone before the words are."""
         self._thread.join(RELEASE_S)
         self._must_end.set()
+        self._thread.join(RELEASE_S)
 
     def _run(self) -> None:
         try:
-            for _ in range(int(RELEASE_S / _RELEASE_EVERY_S)):
+            begin = time.monotonic()
+            while True:  # however long a segment computes, what it comes to then must pass
                 for header in self._headers:
                     for address, word in self._words:
                         self._stream.write_value(address, header if word == "header" else 1)
                     self._stream.synchronize(RELEASE_S)
-                    if self._must_end.wait(_RELEASE_EVERY_S) or self._is_idle():
+                    is_late = time.monotonic() - begin > RELEASE_S
+                    if self._must_end.wait(_SELDOM_S if is_late else _RELEASE_EVERY_S) or self._is_idle():
                         return
         except DriverError:
             return  # the process ends

@@ -98,11 +98,14 @@ class Lockstep:
         """CommError if this rank or a peer gave up; the first time with the whole reason."""
         self._raise_kept()
         if self._broken is not None:
-            raise CommError(
-                f"{what} is refused: rank {self._rank}'s {self._noun} is broken ({self._broken}); end all ranks of "
-                "this group and start them anew"
-            )
+            raise CommError(self._refusal(what, self._rank, self._broken))
         self._adopt()
+
+    def _refusal(self, what: str, rank: int, broken: str) -> str:
+        return (
+            f"{what} is refused: rank {rank}'s {self._noun} is broken ({broken}); end all ranks of this group and "
+            "start them anew"
+        )
 
     def must_drain(self, kind: IssueKind) -> bool:
         """Between eager and captured gathers, see Note [eager and captured]."""
@@ -197,12 +200,17 @@ class Lockstep:
         settings = [[f"setting {name}", value] for name, value in sorted(self._communicators.settings().items())]
         mine = settings + [[shape, text] for shape, text in sequences]
         told: list[Any] = [
-            value for value, _ in group.all_gather([mine, self._number, self._hash.hex()], name="capture certificate")
+            value
+            for value, _ in group.all_gather(
+                [mine, self._number, self._hash.hex(), self._broken], name="capture certificate"
+            )
         ]
-        for rank, (theirs, number, digest) in enumerate(told):
+        for rank, (theirs, number, digest, broken) in enumerate(told):
+            if broken is not None:
+                raise CommError(self._refusal("a capture", rank, broken))
             if theirs != told[0][0]:
                 raise CommError(f"captures differ: {_first_difference(told[0][0], theirs, rank)}; {_ALIKE}")
-            if [number, digest] != told[0][1:]:
+            if [number, digest] != told[0][1:3]:
                 raise CommError(
                     f"captures differ: before this one rank 0 issued {told[0][1]} batches of gathers, rank {rank} "
                     f"{number}, or others; {_ALIKE}"
@@ -344,7 +352,10 @@ class Lockstep:
             raise error
 
 
-_ALIKE = "under a collective transport all ranks make the same calls in the same order"
+_ALIKE = (
+    "under a collective transport, and in steps with tensor-parallel blocks, all ranks make the same calls in the same "
+    "order"
+)
 
 
 def _place(page: ControlPage) -> tuple[int, int]:

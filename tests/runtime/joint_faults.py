@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -39,6 +40,20 @@ def _goes_on(runtime: Runtime, model: BlockModel, run: str, transport: str) -> l
     refused = outcome(lambda: step_wrong(runtime, model, JOINT, 90, run))[0]
     apart = step_wrong(runtime, model, APART, 91, run) if transport == "pull" else ""
     return [refused, apart]
+
+
+def capture_after_a_failure(group: Group) -> str:
+    """Rank 1 does not come to a step with blocks; then all capture one anew."""
+    model = BlockModel()
+    with compiled(group, model, "pull", timeout_s=LIMIT_S) as runtime:
+        if group.rank == 0:
+            outcome(lambda: step_wrong(runtime, model, JOINT, 1, "graph"))
+        group.barrier()
+        with runtime.turn.lock:
+            runtime.close_graphs()
+        told = outcome(lambda: runtime.capture([JOINT]))[0]
+        group.barrier()
+    return told
 
 
 def skip_a_step(group: Group, skipping: int, run: str, transport: str) -> list[Any]:
@@ -103,6 +118,29 @@ def fail_in_compute(group: Group, part: str, transport: str) -> list[Any]:
         group.barrier()
         is_due.clear()
         told += _goes_on(runtime, model, "eager", transport)
+        group.barrier()
+    return told
+
+
+def slow_to_compute(group: Group) -> list[Any]:
+    """A segment of rank 1 computes until all have given up, and longer than a rank that gave up is in a hurry."""
+    go_on, is_due = threading.Event(), []
+
+    def fail(part: str) -> None:
+        if is_due and part == "prepare":
+            go_on.wait(PATIENT_S)
+
+    model = BlockModel(fail=fail)
+    with compiled(group, model, "pull", timeout_s=LIMIT_S) as runtime:
+        assert not step_wrong(runtime, model, JOINT, 1, "eager")
+        group.barrier()
+        is_due += [True] if group.rank == 1 else []
+        told = outcome(lambda: step_wrong(runtime, model, JOINT, 2, "eager"))
+        group.barrier()
+        is_due.clear()
+        go_on.set()
+        until(lambda: all(stream.is_idle() for stream in runtime._streams.values()), "what was given up has ended")
+        told += _goes_on(runtime, model, "eager", "pull")
         group.barrier()
     return told
 

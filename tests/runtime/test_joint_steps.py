@@ -7,7 +7,16 @@ from typing import Any
 import pytest
 from block_model import WIDTH
 from census import no_growth
-from joint_faults import come_back, fail_in_compute, lose_a_rank, refusals, skip_a_step, unlike_shapes
+from joint_faults import (
+    capture_after_a_failure,
+    come_back,
+    fail_in_compute,
+    lose_a_rank,
+    refusals,
+    skip_a_step,
+    slow_to_compute,
+    unlike_shapes,
+)
 from joint_programs import (
     all_steps,
     built_in_inference_mode,
@@ -131,6 +140,22 @@ def test_what_one_rank_cannot_compute_nobody_believes(part: str, transport: str)
             assert "rank 1 could not compute its part of a step of shape 1x1: ArithmeticError: no" in text, text
             assert "is refused" in refused
         assert apart == ""
+
+
+def test_a_rank_that_gave_up_passes_what_it_comes_to_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However late that is: else no step of any kind could follow on this rank."""
+    monkeypatch.setattr("graphshard.comm.activations.RELEASE_S", 0.001)
+    for text, _, refused, apart in run_on_ranks(slow_to_compute, 2):
+        assert "waited 1.0 s for step 2 of shape 1x1" in text, text
+        assert "is refused" in refused and apart == ""
+
+
+def test_a_capture_after_a_failure_is_refused_with_it() -> None:
+    for text in run_on_ranks(capture_after_a_failure, 2):
+        assert text.startswith("CommError: a capture is refused: rank 0's part in tensor-parallel steps is broken"), (
+            text
+        )
+        assert "waited 1.0 s for step 1 of shape 1x1" in text
 
 
 def test_what_is_refused(transport: str) -> None:
