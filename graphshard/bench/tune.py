@@ -26,6 +26,7 @@ from graphshard.core.specs import ModelSpec
 from graphshard.load.atomic_file import AtomicFile
 from graphshard.runtime.model import SegmentedModel
 from graphshard.runtime.runtime import Runtime
+from graphshard.schedule.gating import why_block_is_gathered
 from graphshard.schedule.tune_file import load_tuned, parse_tuned, tune_content, tune_text
 from graphshard.schedule.tuned import MODES, Tuned, TunedRow, kinds_of
 
@@ -68,7 +69,8 @@ def not_sliced(model: ModelSpec, world_size: int) -> dict[str, str]:
     """Kinds of blocks that only gathers can serve, and why."""
     found = {}
     for kind, blocks in kinds_of(model).items():
-        why = why_not_sliced([model.weight(name) for name in blocks[0].weights], world_size)
+        weights = [model.weight(name) for name in blocks[0].weights]
+        why = why_not_sliced(weights, world_size) or why_block_is_gathered(model, blocks[0], world_size)
         if why:
             found[kind] = f"{blocks[0].name}: {why}"
     return found
@@ -161,7 +163,9 @@ def _with_settings(tuned: Tuned, runtimes: Mapping[Mode, Runtime], path: Path) -
             modes = runtime.plan.modes_of(shape)
             if set(modes) != {mode}:
                 why = "; ".join(runtime.plan.block_reasons)
-                raise SpecError(f"blocks were to run by {mode}, and at {shape} they run by {', '.join(modes)}: {why}")
+                raise SpecError(
+                    f"blocks were to run by {mode}, and at {shape} they run by {', '.join(dict.fromkeys(modes))}: {why}"
+                )
     plan = runtimes["gather"].plan
     chosen = {"units": plan.unit_policy, "prefetch_depth": plan.prefetch_depth, "executor": plan.executor}
     if tuned.rows:

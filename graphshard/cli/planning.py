@@ -217,6 +217,6 @@ def model_of(request: PlanRequest) -> ModelSpec:
 def planned(request: PlanRequest) -> Planned:
     """Model, plan, layout and programs. Not verified: `graphshard verify` does that."""
     model, tuned = model_of(request), None if request.tune is None else load_tuned(request.tune)
-    device = ANY_DEVICE if tuned is None else replace(ANY_DEVICE, kind=tuned.device_kind)
+    device = ANY_DEVICE if tuned is None else replace(ANY_DEVICE, kind=tuned.device_kind, name=tuned.device)
     plan = make_plan(model, request.world_size, device, tune=tuned, **request.choices())
     return Planned(model, plan, build_layout(model, plan), emit_all(model, plan))

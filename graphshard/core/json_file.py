@@ -22,7 +22,7 @@ def load_json_object(path: str | Path, what: str, parse: Callable[[dict[str, Any
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise SpecError(f"cannot read the {what} {path}: {error.strerror or error}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise SpecError(f"the {what} {path} is not JSON: {error}") from None
     if not isinstance(content, dict):
         raise SpecError(f"the {what} {path} holds a {type(content).__name__}, not an object")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -11,10 +12,11 @@ from graphshard.core.layout import Layout, build_layout
 from graphshard.core.plan import Executor, Plan, Residency, Unit
 from graphshard.core.sizes import align_up, bytes_unit, format_bytes, in_unit
 from graphshard.core.specs import DeviceSpec, ModelSpec
-from graphshard.schedule.dual import DualRequest, ModeChooser, choose_modes
+from graphshard.schedule.dual import MODES_BY, DualRequest, ModeChooser, choose_modes
 from graphshard.schedule.options import AUTO, PlanOptions, capture_shapes
 from graphshard.schedule.slots import assign_slots, issue_order
 from graphshard.schedule.tune_file import as_tuned
+from graphshard.schedule.tuned import Tuned
 from graphshard.schedule.units import (
     DEFAULT_MIN_SHARD_BYTES,
     UnitRules,
@@ -62,7 +64,8 @@ def make_plan(model: ModelSpec, world_size: int, device: DeviceSpec, **options: 
     asked = replace(asked, chooser=_chooser(model, world_size, device, asked))
     plans = (_plan(model, world_size, asked, choice) for choice in _choices(asked, world_size, device))
     limit = asked.memory_limit
-    return next(plans) if limit is None else _first_that_fits(model, plans, limit, device.granularity_bytes)
+    plan = next(plans) if limit is None else _first_that_fits(model, plans, limit, device.granularity_bytes)
+    return _compared(plan, asked, device)
 
 
 def _chooser(model: ModelSpec, world_size: int, device: DeviceSpec, asked: PlanOptions) -> ModeChooser | None:
@@ -72,6 +75,24 @@ def _chooser(model: ModelSpec, world_size: int, device: DeviceSpec, asked: PlanO
     tuned = as_tuned(asked.tune)
     tuned.check(model, world_size, asked.transport, device)
     return tuned
+
+
+def _compared(plan: Plan, asked: PlanOptions, device: DeviceSpec) -> Plan:
+    """`plan`; it says, and a warning does, if its modes were chosen by times of steps that are not like its own."""
+    tuned, is_chosen = asked.chooser, any(reason.startswith(MODES_BY) for reason in plan.block_reasons)
+    if not isinstance(tuned, Tuned) or asked.dual != "auto" or not is_chosen:
+        return plan
+    again = "or measure with `graphshard tune`"
+    if device.kind == "cuda" and device.name != tuned.device:  # told by a warning alone: each rank has its own device
+        warnings.warn(
+            f"the tune file is of {tuned.device}, this is {device.name}: take one of it, {again}", stacklevel=3
+        )
+    unlike = tuned.unlike(device, plan.prefetch_depth, plan.executor)
+    if not unlike:
+        return plan
+    text = f"the tune file is of other steps: measured with {unlike}; choose alike, {again}"
+    warnings.warn(text, stacklevel=3)
+    return replace(plan, block_reasons=(*plan.block_reasons, text))
 
 
 def _choices(asked: PlanOptions, world_size: int, device: DeviceSpec) -> list[Choice]:

@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 from graphshard.core.errors import SpecError
 from graphshard.core.plan import Mode, Plan, Unit, WeightDecision
 from graphshard.core.specs import BlockSpec, ModelSpec, StepShape
-from graphshard.schedule.gating import why_not_tensor_parallel
+from graphshard.schedule.gating import why_block_is_gathered
 from graphshard.schedule.units import explain_blocks
 
 Dual = Literal["off", "gather", "tensor_parallel", "auto"]
@@ -127,15 +127,8 @@ def choose_modes(request: DualRequest) -> tuple[Modes, tuple[str, ...]]:
 
 def _why_never(request: DualRequest, block: BlockSpec, is_sliced: set[tuple[str, ...]]) -> str:
     """Why `block` is gathered at every step shape; empty if nothing speaks against slices."""
-    shape = request.model.weight(block.weights[0]).shape
-    why = why_not_tensor_parallel(
-        is_asked=request.dual != "gather",
-        is_sequence_parallel=True,  # ranks of a runtime have requests of their own
-        world_size=request.world_size,
-        hidden=next((wide for wide in (block.width_in, block.width_out) if wide % request.world_size), block.width_in),
-        intermediate=shape[0] if shape else 0,
-        name="it",
-    )
+    is_asked = request.dual != "gather"
+    why = why_block_is_gathered(request.model, block, request.world_size, is_asked=is_asked)
     if why and request.dual == "gather":
         return "dual is gather"
     if why or block.weights in is_sliced:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from graphshard.core.sizes import dtype_bits
+from graphshard.core.specs import BlockSpec, ModelSpec
+
 
 def why_not_tensor_parallel(
     *,
@@ -37,3 +40,19 @@ def why_not_tensor_parallel(
         if size % world_size:
             return f"{name} does not divide: {what} size {size} is no multiple of {world_size} ranks"
     return ""
+
+
+def why_block_is_gathered(model: ModelSpec, block: BlockSpec, world_size: int, *, is_asked: bool = True) -> str:
+    """Why a runtime never computes `block` in slices, wherever its weights lie; empty if nothing speaks against it."""
+    shape = model.weight(block.weights[0]).shape
+    why = why_not_tensor_parallel(
+        is_asked=is_asked,
+        is_sequence_parallel=True,  # ranks of a runtime have requests of their own
+        world_size=world_size,
+        hidden=next((wide for wide in (block.width_in, block.width_out) if wide % world_size), block.width_in),
+        intermediate=shape[0] if shape else 0,
+        name="it",
+    )
+    if not why and block.dtype.startswith("float") and dtype_bits(block.dtype) <= 8:
+        return f"its partial sums are {block.dtype}, which cannot be added up"
+    return why

@@ -9,9 +9,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
-from math import isfinite
 from pathlib import Path
 from typing import Any, get_args
 
@@ -86,9 +86,10 @@ def _count(where: str, value: Any) -> int:
 
 
 def _time(where: str, value: Any) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not isfinite(value) or value <= 0:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value <= sys.float_info.max:  # no infinity, no nan, no int beyond all floats
         raise SpecError(f"{where} is {value!r}; it is a time above 0")
-    return value
+    return float(value)
 
 
 def _object(where: str, value: Any) -> dict[str, Any]:

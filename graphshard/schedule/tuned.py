@@ -116,6 +116,16 @@ class Tuned:
             if mine != theirs:
                 raise SpecError(f"the tune file is of {what} {mine}, and this is {what} {theirs}: {_AGAIN} for it")
 
+    def unlike(self, device: DeviceSpec, prefetch_depth: int, executor: str) -> str:
+        """Where steps of a plan are others than those measured, in words; empty if they are alike, or nothing tells."""
+        here: dict[str, Any] = {"prefetch_depth": prefetch_depth}
+        here |= {"executor": executor} if device.kind == "host" else {}  # a GPU runs its graphs by itself
+        return "; ".join(
+            f"{what} {self.settings[what]}, here {value}"
+            for what, value in here.items()
+            if self.settings.get(what, value) != value
+        )
+
     def choose(self, model: ModelSpec, block: BlockSpec, tokens_per_rank: int) -> TunedChoice:
         """The faster mode of `block` in a step of so many tokens of each rank.
 

@@ -143,6 +143,13 @@ def test_what_cannot_be_sliced_is_gathered_with_the_reason() -> None:
     assert "layers.2.mlp: not sliced: gate stays resident (excluded by gate)" in kept.block_reasons
 
 
+def test_a_block_whose_sums_are_no_numbers_to_add_is_gathered() -> None:
+    model = replace(MODEL, blocks=(replace(MODEL.blocks[0], dtype="float8_e4m3fn"), *MODEL.blocks[1:]))
+    plan = plan_of(model, dual="tensor_parallel")
+    assert sliced(plan)["1x1"] == [False, True, True]
+    assert mode_rows(plan)[0]["why"] == "its partial sums are float8_e4m3fn, which cannot be added up"
+
+
 def test_a_model_without_blocks_is_refused() -> None:
     plain = ModelSpec("plain", MODEL.weights, MODEL.segments)
     with pytest.raises(SpecError, match="dual is auto, and plain declares no blocks"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -143,6 +144,7 @@ def damaged(change: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
         (lambda c: c["rows"][1].pop("n"), r"the key rows\[1\].n is missing"),
         (lambda c: c["rows"][1].update(median_ms=0.0), r"rows\[1\].median_ms is 0.0; it is a time above 0"),
         (lambda c: c["rows"][1].update(median_ms=float("inf")), r"rows\[1\].median_ms is inf; it is a time above 0"),
+        (lambda c: c["rows"][1].update(median_ms=10**400), r"rows\[1\].median_ms is 10*; it is a time above 0"),
         (lambda c: c["rows"][1].update(mode="replicated"), r"rows\[1\].mode is 'replicated'; known are gather, tensor"),
         (lambda c: c["rows"].pop(), "the rows of .* at 64 tokens a rank are not gather and tensor_parallel in turn"),
         (lambda c: c["rows"].pop(0), "the rows of .* at 4 tokens a rank are not gather and tensor_parallel in turn"),
@@ -162,6 +164,9 @@ def test_what_is_no_file_is_named(tmp_path: Path) -> None:
     path.write_text("{")
     with pytest.raises(SpecError, match=r"the tune file .*tune\.json is not JSON"):
         load_tuned(path)
+    path.write_text("[" * 100_000)
+    with pytest.raises(SpecError, match=r"the tune file .*tune\.json is not JSON"):
+        load_tuned(path)
     path.write_text("[]")
     with pytest.raises(SpecError, match=r"the tune file .*tune\.json holds a list, not an object"):
         load_tuned(path)
@@ -172,6 +177,21 @@ def test_what_is_no_file_is_named(tmp_path: Path) -> None:
 def test_rows_of_one_mode_twice_are_no_measurement() -> None:
     with pytest.raises(SpecError, match="are not gather and tensor_parallel in turn"):
         replace(TUNED, rows=(TUNED.rows[0], TUNED.rows[0]))
+
+
+def test_steps_that_are_not_like_those_measured_are_warned_of() -> None:
+    asked: dict[str, Any] = {"tune": TUNED, "min_shard_bytes": 0, "step_shapes": [4]}
+    with pytest.warns(UserWarning, match="measured with prefetch_depth 0, here 2; executor cooperative, here threaded"):
+        plan = make_plan(MODEL, 2, HOST, dual="auto", prefetch_depth=2, executor="threaded", **asked)
+    assert plan.block_reasons[-1].startswith("the tune file is of other steps: measured with prefetch_depth 0, here 2")
+    card, there = replace(TUNED, device_kind="cuda", device="a card"), DeviceSpec("cuda", "another card", 2**40)
+    with pytest.warns(UserWarning, match="the tune file is of a card, this is another card"):
+        plan = make_plan(MODEL, 2, there, dual="auto", prefetch_depth=0, **(asked | {"tune": card}))
+    assert "card, this" not in str(plan.block_reasons), "ranks compare plans, and not what their devices are called"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert "other steps" not in str(make_plan(MODEL, 2, HOST, dual="auto", **asked).block_reasons)
+        make_plan(MODEL, 2, HOST, dual="gather", prefetch_depth=2, **asked)
 
 
 def test_a_plan_goes_by_the_file_unless_a_mode_is_asked_for(tmp_path: Path) -> None:
