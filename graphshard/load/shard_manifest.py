@@ -5,7 +5,8 @@
      "units": [["layers.0", ["layers.0.q", ...]], ...], "chunks": [["01ab...", ...], ...], "resident": ["77f0...", ...]}
 
 and, where there are any, "blocks": [1, 3], the units whose weights are a block's, and "sliced": [1], those of them that
-lie in slices. Over another number of ranks other blocks may.
+lie in slices. Over another number of ranks other blocks may. "rows": ["layers.0.down"] are the weights that the model's
+blocks store [in, out], whether sliced or not: a square one looks the same the other way round.
 
 Its digest stands in every file and in every file's name, so what belongs together is known without a look at the
 bytes. It depends on the bytes and on where they lie, not on slots, depths or step shapes: those are a runtime's.
@@ -50,6 +51,8 @@ class ShardManifest:
     """Checksums by weight, in the order of `layout.resident`."""
     blocks: tuple[int, ...] = ()
     """Units that lie in slices wherever their weights can be sliced."""
+    rows: tuple[str, ...] = ()
+    """Weights that the model's blocks store [in, out]."""
 
     @staticmethod
     def of(model: ModelSpec, plan: Plan, epoch: int) -> ShardManifest:
@@ -65,6 +68,7 @@ class ShardManifest:
             chunks=(),
             resident=(),
             blocks=tuple(unit.index for unit in plan.units if unit.is_sliced or unit.weights in blocks),
+            rows=rows_of(model),
         )
 
     def over(self, world_size: int) -> ShardManifest:
@@ -151,7 +155,13 @@ class ShardManifest:
             "chunks": [list(map(_hex, checksums)) for checksums in self.chunks],
             "resident": list(map(_hex, self.resident)),
             **({"blocks": list(self.blocks), "sliced": sliced} if self.blocks else {}),
+            **({"rows": list(self.rows)} if self.rows else {}),
         }
+
+
+def rows_of(model: ModelSpec) -> tuple[str, ...]:
+    """The weights that blocks of `model` store [in, out], in order."""
+    return tuple(name for block in model.blocks for name in block.rows)
 
 
 def read_manifest(folder: Path) -> ShardManifest:
@@ -215,6 +225,7 @@ def _manifest(content: Mapping[str, Any]) -> ShardManifest:
         chunks=tuple(tuple(int(one, 16) for one in checksums) for checksums in content["chunks"]),
         resident=tuple(int(one, 16) for one in content["resident"]),
         blocks=tuple(blocks),
+        rows=tuple(map(str, content.get("rows", []))),
     )
 
 

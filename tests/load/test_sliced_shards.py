@@ -134,10 +134,11 @@ def test_a_manifest_says_which_units_are_sliced(tmp_path: Path) -> None:
     assert read_manifest(tmp_path / "s") == manifest
     told = json.loads(manifest.text())
     assert (told["blocks"], told["sliced"]) == ([1, 3], [1, 3])
+    assert told["rows"] == [name for block in model.blocks for name in block.rows]
     flat = replace(manifest, units=tuple(replace(unit, is_sliced=False) for unit in manifest.units))
     assert flat.digest != manifest.digest and flat.layout_digest != manifest.layout_digest
     bare = save_folder(tmp_path / "bare", replace(model, blocks=()), 4)
-    assert not {"blocks", "sliced"} & json.loads(bare.text()).keys()
+    assert not {"blocks", "sliced", "rows"} & json.loads(bare.text()).keys()
     for change in ({"sliced": []}, {"sliced": [1]}, {"sliced": [0, 1, 3]}, {"blocks": [1]}, {"blocks": [1, 9]}):
         (tmp_path / "s" / MANIFEST_NAME).write_text(json.dumps(told | change))
         with pytest.raises(LoadError, match=r"shards.json is damaged"):

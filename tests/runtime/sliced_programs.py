@@ -18,6 +18,8 @@ import graphshard
 from graphshard.comm.group import Group
 from graphshard.core.layout import chunk_pieces
 from graphshard.load.checkpoint import Checkpoint
+from graphshard.models.config import LlamaConfig
+from graphshard.models.llama import random_llama
 from graphshard.runtime.bind import Hooks
 from graphshard.runtime.compiled import compile_plan
 from graphshard.runtime.evidence.inspection import traced_run
@@ -26,6 +28,9 @@ from graphshard.runtime.runtime import Runtime
 from graphshard.runtime.weights.whole import whole_weight
 from graphshard.schedule.auto import make_plan
 
+SQUARE = LlamaConfig(
+    vocab_size=32, hidden_size=16, intermediate_size=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8,
+)  # fmt: skip
 Layers = Sequence[tuple[int, Sequence[int]]]
 
 
@@ -82,6 +87,21 @@ def mixed_steps(group: Group, layers: Layers, choices: Mapping[str, Any]) -> lis
 def mixed_steps_of_each(group: Group, layers: Layers, choices: Sequence[Mapping[str, Any]]) -> list[str]:
     """`mixed_steps` of several plans, one after another in the same processes."""
     return [line for choice in choices for line in mixed_steps(group, layers, choice)]
+
+
+def save_square(group: Group, folder: Path, is_dual: bool) -> None:
+    """Save shards of a llama whose down_proj is square: its shape is the same either way round."""
+    model, weights = random_llama(SQUARE, dual=is_dual)
+    with graphshard.compile(model, group, checkpoint=weights, min_shard_bytes=0) as runtime:
+        runtime.save_shards(folder)
+        group.barrier("saved")
+
+
+def load_square(group: Group, folder: Path, is_dual: bool) -> None:
+    """Load what `save_square` wrote."""
+    model, _ = random_llama(SQUARE, dual=is_dual)
+    with graphshard.compile(model, group, checkpoint=folder):
+        group.barrier("loaded")
 
 
 class _Noting(Checkpoint):

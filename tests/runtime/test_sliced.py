@@ -132,6 +132,17 @@ def test_flat_files_are_not_taken_where_slices_are_asked_for(tmp_path: Path) -> 
             assert "do not have the weights of 0.mlp in slices, and dual asks for them" in outcome.error
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_files_of_a_square_weight_are_not_taken_the_other_way_round(world_size: int, tmp_path: Path) -> None:
+    for is_dual, ways in ((True, r"[in, out], and the model asks for [out, in]"), (False, r"[out, in], and the model")):
+        folder = tmp_path / f"{is_dual}"
+        run_on_ranks(programs.save_square, world_size, folder, is_dual)
+        run_on_ranks(programs.load_square, world_size, folder, is_dual)
+        for outcome in try_on_ranks(programs.load_square, world_size, folder, not is_dual):
+            assert outcome.error_type == "LoadError"
+            assert f"have weight model.layers.0.mlp.down_proj.weight {ways}" in outcome.error
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("transport", ["pull", "nccl"])
 def test_updates_reach_steps_of_both_modes(transport: str, mode: str) -> None:

@@ -18,7 +18,7 @@ from graphshard.core.specs import ModelSpec, WeightSpec
 from graphshard.load.reshard import reshard_command
 from graphshard.load.shard_file import ShardFile
 from graphshard.load.shard_folder import ShardFolder, find_shards
-from graphshard.load.shard_manifest import ShardManifest
+from graphshard.load.shard_manifest import ShardManifest, rows_of
 from graphshard.runtime.compiled import Compiled
 from graphshard.runtime.memory import RuntimeMemory
 from graphshard.runtime.weights.fill import NUM_THREADS, PIECE_BYTES, WINDOW_BYTES, windows_of
@@ -162,6 +162,7 @@ def _open(checkpoint: object, spec: Callable[[], ModelSpec], world_size: int) ->
 def _check_model(path: Path, manifest: ShardManifest, model: ModelSpec) -> None:
     """LoadError naming the first weight that is not as it was saved."""
     if manifest.weights == model.owned:
+        _check_turns(path, manifest, model)
         return
     saved, asked = {w.name: w for w in manifest.weights}, {w.name: w for w in model.owned}
     for name in [*asked, *(name for name in saved if name not in asked)]:
@@ -175,6 +176,19 @@ def _check_model(path: Path, manifest: ShardManifest, model: ModelSpec) -> None:
         f"the shard files in {path} are of another model ({manifest.model}) than {model.name}: {what}. Give the folder "
         "that was saved of this model, or load its checkpoint and save the shards again"
     )
+
+
+def _check_turns(path: Path, manifest: ShardManifest, model: ModelSpec) -> None:
+    """LoadError naming a square weight that lies the other way round: its shape does not tell."""
+    turned = set(manifest.rows) ^ set(rows_of(model))
+    for weight in manifest.weights:
+        if weight.name in turned and len(weight.shape) == 2 and weight.shape[0] == weight.shape[1]:
+            ways = ("[in, out]", "[out, in]")
+            files, wanted = ways if weight.name in manifest.rows else ways[::-1]
+            raise LoadError(
+                f"the shard files in {path} have weight {weight.name} {files}, and the model asks for {wanted}: make "
+                "the model with dual as it was when they were saved, or load its checkpoint and save the shards again"
+            )
 
 
 def _layout_difference(manifest: ShardManifest, compiled: Compiled) -> str:
