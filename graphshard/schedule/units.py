@@ -185,6 +185,17 @@ class _Reading:
                 self.readers[name].append(index)
             same = index > 0 and model.segments[index - 1].layer == segment.layer
             self.runs.append(self.runs[-1] + (not same) if self.runs else 0)
+        self.behind = {name: block for block in blocks for name in self._read_behind(model, block)}
+
+    def _read_behind(self, model: ModelSpec, block: BlockSpec) -> list[str]:
+        """Biases that are first read inside `block`: in slices no gather of theirs can be waited for there."""
+        others = [name for name in block.finish.reads if name not in block.weights]
+        return [
+            name
+            for name in others
+            if len(model.weight(name).shape) < 2
+            and all(block.begin < reader < block.end for reader in self.readers[name])
+        ]
 
     def stays(self, readers: Sequence[int]) -> list[Stay]:
         """Split sorted `readers` where a whole run of other segments lies between two of them."""
@@ -233,6 +244,8 @@ class _Reading:
             return "" if first_match(name, rules.include) else "no include pattern names it"
         if name in self.why_kept:
             return self.why_kept[name]
+        if name in self.behind:
+            return f"read by {self.behind[name].finish.path}, behind what a block computes in slices"
         layers = self.layers(name)
         readers = [self.segments[reader] for reader in self.readers[name]]
         if len(layers) > 1 and len(self.stays(self.readers[name])) > 1:
@@ -249,6 +262,7 @@ class _Reading:
         """Forget blocks that lack a weight: what is left of them is grouped as any other weights."""
         lacking = {self.blocks[name].name for name in resident if name in self.blocks}
         self.blocks = {name: block for name, block in self.blocks.items() if block.name not in lacking}
+        self.behind = {name: block for name, block in self.behind.items() if block.name not in lacking}
 
     def _refuse_included(self, name: str, rules: UnitRules) -> None:
         """SpecError if a pattern wants to shard the weight `name`, which stays whole."""

@@ -139,6 +139,28 @@ def test_a_block_that_lacks_a_weight_is_grouped_as_any_weights() -> None:
     assert found["layers.1.mlp"] == (BLOCK, True)
 
 
+def test_a_bias_that_is_first_read_inside_a_block_stays_resident() -> None:
+    """In slices its gather could not be waited for in time; a norm that is read before, or a matrix, is no such one."""
+    spec = model()
+    (first, _), names = spec.blocks, ("layers.0.bias2", "layers.0.norm", "layers.0.after")
+    segments = [
+        replace(one, reads=(*one.reads, names[0])) if one.path == "layers.0.down" else one for one in spec.segments
+    ]
+    spec = replace(
+        spec,
+        weights=(*spec.weights, WeightSpec(names[0], (1024,), "float32")),
+        segments=tuple(segments),
+        blocks=(replace(first, finish=replace(first.finish, reads=names)), *spec.blocks[1:]),
+    )
+    for slice_blocks in (True, False):
+        rules = UnitRules("layer", slice_blocks=slice_blocks, world_size=2, min_shard_bytes=0)
+        why = {one.weight: one.reason for one in choose_units(spec, rules)[0] if one.unit is None}
+        due = {names[0]: "read by layers.0.tp_finish, behind what a block computes in slices"}
+        assert why == (due if slice_blocks else {})
+    included = UnitRules("layer", include=("*",), slice_blocks=True, world_size=2)
+    assert not [one for one in choose_units(spec, included)[0] if one.unit is None]
+
+
 def test_given_units_are_sliced_as_blocks_list_them() -> None:
     spec = model()
     (block, _) = spec.blocks
