@@ -78,6 +78,8 @@ class Binding:
         self._late = False
         self._is_unfinished = False
         """Work was handed over that nobody waits for: its call was interrupted, or the driver refused the rest."""
+        self._is_last_joint = False
+        """Whether what was handed over last was a step that all ranks take together."""
         self._torn: GraphshardError | None = None
         """Why the weights are of no version: an update did not end."""
         self._updating = threading.RLock()
@@ -146,8 +148,10 @@ class Binding:
 
     def _leave_last_use(self) -> None:
         """What was late or interrupted has ended, and what C replayed or prefetched."""
-        if self._is_unfinished and self._alignment.broken is None:
-            awaited = Awaited("the end of what was interrupted", self._num_steps, str)
+        is_broken = self._alignment.broken is not None
+        if self._is_unfinished and not (is_broken and self._transport.is_collective):
+            is_joint = self._is_last_joint and not is_broken  # else what waited for peers has been let go
+            awaited = Awaited("the end of what was interrupted", self._num_steps, str, is_joint=is_joint)
             streams = self._streams.values()
             self._late = not all(self._alignment.wait(stream.synchronize, awaited) for stream in streams)
             self._is_unfinished = False
@@ -193,6 +197,7 @@ class Binding:
         Raises:
             CommError: a peer gave up, or issues others; or what was issued before did not end.
         """
+        self._is_last_joint = joint is not None
         if not units and joint is None:
             return
         self._alignment.check(what)

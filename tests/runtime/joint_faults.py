@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from block_model import BlockModel
@@ -17,6 +18,7 @@ import graphshard
 from graphshard.comm.group import Group
 from graphshard.core.errors import GraphshardError
 from graphshard.core.specs import StepShape
+from graphshard.runtime.model import Segment, StepState
 from graphshard.runtime.runtime import Runtime
 
 JOINT, APART = StepShape(1, 1), StepShape(4, 3)
@@ -143,6 +145,47 @@ def slow_to_compute(group: Group) -> list[Any]:
         told += _goes_on(runtime, model, "eager", "pull")
         group.barrier()
     return told
+
+
+def interrupted(group: Group, shape: StepShape, is_broken: bool) -> list[Any]:
+    """The wait for a step of `shape` is interrupted while a segment computes, or since rank 1 does not come to it: what
+    the next steps without blocks raise, and what is wrong with them. With `is_broken` one with blocks failed before."""
+    model, go_on, is_due = BlockModel(), threading.Event(), []
+    last = model.segments[-1]
+
+    def slow(state: StepState) -> None:
+        if is_due:
+            go_on.wait(PATIENT_S)
+        last.run(state)
+
+    model.segments = (*model.segments[:-1], Segment(last.spec, slow))
+    with compiled(group, model, "pull", timeout_s=LIMIT_S) as runtime:
+        if is_broken and group.rank == 0:
+            outcome(lambda: step_wrong(runtime, model, JOINT, 1, "eager"))
+        group.barrier()
+        assert (outcome(lambda: step_wrong(runtime, model, JOINT, 1, "eager"))[0] != "") is is_broken
+        if shape == APART or group.rank == 0:
+            is_due += [True] if shape == APART else []
+            _interrupt_a_wait(runtime, lambda: step_wrong(runtime, model, shape, 2, "eager"))
+        is_due.clear()
+        threading.Timer(0.2, go_on.set).start()
+        found: list[Any] = []
+        first = outcome(lambda: found.append(step_wrong(runtime, model, APART, 3, "eager")))[0]
+        found.append(step_wrong(runtime, model, APART, 4, "eager"))
+        group.barrier()
+    return [first, *found]
+
+
+def _interrupt_a_wait(runtime: Runtime, call: Callable[[], object]) -> None:
+    wait = runtime._alignment.wait
+
+    def interrupt(*arguments: Any) -> bool:
+        runtime._alignment.wait = wait  # type: ignore[method-assign]
+        raise KeyboardInterrupt
+
+    runtime._alignment.wait = interrupt  # type: ignore[method-assign, assignment]
+    with suppress(KeyboardInterrupt):
+        call()
 
 
 def refusals(group: Group, transport: str) -> list[str]:

@@ -8,9 +8,12 @@ import pytest
 from block_model import WIDTH
 from census import no_growth
 from joint_faults import (
+    APART,
+    JOINT,
     capture_after_a_failure,
     come_back,
     fail_in_compute,
+    interrupted,
     lose_a_rank,
     refusals,
     skip_a_step,
@@ -156,6 +159,18 @@ def test_a_capture_after_a_failure_is_refused_with_it() -> None:
             text
         )
         assert "waited 1.0 s for step 1 of shape 1x1" in text
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_what_was_interrupted_ends_before_the_next_step(is_broken: bool) -> None:
+    """Also where a step with blocks failed before: those without go on."""
+    assert run_on_ranks(interrupted, 2, APART, is_broken) == [["", "", ""]] * 2
+
+
+def test_an_interrupted_step_that_a_rank_does_not_come_to_is_given_up() -> None:
+    (text, *wrong), other = run_on_ranks(interrupted, 2, JOINT, False)
+    assert "for the end of what was interrupted: rank 0 came to it, rank 1 did not" in text and wrong == [""]
+    assert other == ["", "", ""]
 
 
 def test_what_is_refused(transport: str) -> None:
