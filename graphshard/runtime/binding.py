@@ -146,11 +146,18 @@ class Binding:
         self.check_weights()
         self._leave_last_use()
 
+    @property
+    def _is_cut_off(self) -> bool:
+        """Whether what is enqueued may never end, since a peer that it needs gave up.
+
+        Without collectives it ends: what tensor-parallel blocks wait for is let go then, and gathers need nobody.
+        """
+        return self._alignment.broken is not None and self._transport.is_collective
+
     def _leave_last_use(self) -> None:
         """What was late or interrupted has ended, and what C replayed or prefetched."""
-        is_broken = self._alignment.broken is not None
-        if self._is_unfinished and not (is_broken and self._transport.is_collective):
-            is_joint = self._is_last_joint and not is_broken  # else what waited for peers has been let go
+        if self._is_unfinished and not self._is_cut_off:
+            is_joint = self._is_last_joint and self._alignment.broken is None  # else it has been let go
             awaited = Awaited("the end of what was interrupted", self._num_steps, str, is_joint=is_joint)
             streams = self._streams.values()
             self._late = not all(self._alignment.wait(stream.synchronize, awaited) for stream in streams)

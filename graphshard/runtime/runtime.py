@@ -300,7 +300,7 @@ class Runtime(Folding, Saving):
             self.turn.give_up()
             self._closed = True
             self._admission.close()
-            alone = self._alignment.broken
+            alone = self._alignment.broken if self._is_cut_off else None
             if alone is None:  # else what is enqueued waits for peers that will not come
                 self.follow_caller()  # who may read outputs still
                 alone = self._drain()

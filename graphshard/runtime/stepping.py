@@ -206,7 +206,7 @@ class Stepping(Binding):
                 self._slots.leave(bound.program)
                 self._num_steps += 1
         deadline = time.monotonic() + self.timeout_s
-        for stream in () if self._late or self._alignment.broken else bound.streams:
+        for stream in () if self._late or self._is_cut_off else bound.streams:
             if not stream.synchronize(max(0.0, deadline - time.monotonic())):
                 self._late = True
 

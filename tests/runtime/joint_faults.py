@@ -176,6 +176,31 @@ def interrupted(group: Group, shape: StepShape, is_broken: bool) -> list[Any]:
     return [first, *found]
 
 
+def closed_while_it_computes(group: Group) -> list[bool]:
+    """A step with blocks failed, the wait for one without is interrupted: whether graphs were there until that ended."""
+    model, go_on = BlockModel(), threading.Event()
+    due: list[Runtime] = []
+    found: list[bool] = []
+    last = model.segments[-1]
+
+    def slow(state: StepState) -> None:
+        last.run(state)
+        if due:
+            go_on.wait(PATIENT_S)
+            found.append(bool(due[0]._graphs))
+
+    model.segments = (*model.segments[:-1], Segment(last.spec, slow))
+    with compiled(group, model, "pull", timeout_s=LIMIT_S) as runtime:
+        if group.rank == 0:
+            outcome(lambda: step_wrong(runtime, model, JOINT, 1, "eager"))
+        group.barrier()
+        outcome(lambda: step_wrong(runtime, model, JOINT, 1, "eager"))
+        due.append(runtime)
+        _interrupt_a_wait(runtime, lambda: step_wrong(runtime, model, APART, 2, "eager"))
+        threading.Timer(0.2, go_on.set).start()
+    return found
+
+
 def _interrupt_a_wait(runtime: Runtime, call: Callable[[], object]) -> None:
     wait = runtime._alignment.wait
 

@@ -11,6 +11,7 @@ from joint_faults import (
     APART,
     JOINT,
     capture_after_a_failure,
+    closed_while_it_computes,
     come_back,
     fail_in_compute,
     interrupted,
@@ -165,6 +166,10 @@ def test_a_capture_after_a_failure_is_refused_with_it() -> None:
 def test_what_was_interrupted_ends_before_the_next_step(is_broken: bool) -> None:
     """Also where a step with blocks failed before: those without go on."""
     assert run_on_ranks(interrupted, 2, APART, is_broken) == [["", "", ""]] * 2
+
+
+def test_closing_waits_for_a_step_without_blocks_after_one_with_blocks_failed() -> None:
+    assert run_on_ranks(closed_while_it_computes, 2) == [[True]] * 2
 
 
 def test_an_interrupted_step_that_a_rank_does_not_come_to_is_given_up() -> None:
