@@ -177,7 +177,7 @@ def interrupted(group: Group, shape: StepShape, is_broken: bool) -> list[Any]:
 
 
 def closed_while_it_computes(group: Group) -> list[bool]:
-    """A step with blocks failed, the wait for one without is interrupted: whether graphs were there until that ended."""
+    """A step with blocks failed, the wait for one without is interrupted: whether graphs live until that has ended."""
     model, go_on = BlockModel(), threading.Event()
     due: list[Runtime] = []
     found: list[bool] = []
