@@ -11,7 +11,7 @@ from graphshard.bench.stats import summarize
 
 def test_gather_rows_over_two_processes() -> None:
     options = ("--sizes", "64KiB,1MiB", "--repeats", 2, "--cold-size", "2MiB")
-    answer = apart("bench", "gather", *options, "--json", "-", fork=False)  # as users start it
+    answer = apart("bench", "gather", *options, "--json", "-")
     assert answer.code == 0, answer.err
     rows = answer.json["rows"]
     assert [(row["num_bytes"], row["what"]) for row in rows] == [

@@ -94,6 +94,7 @@ def test_eager_alone_with_another_plan_and_world_size(folder: Path) -> None:
     assert answer.json["plan"]["head"] == "tail" and "graph" not in answer.json["step_ms"]
 
 
+@pytest.mark.slow
 def test_the_collective_transport_is_identical_too(folder: Path) -> None:
     png = folder.parent / "nccl.png"
     options = ["--tokens", 2, "--transport", "nccl", "--no-reference", "--png", png, "--json", "-"]

@@ -13,7 +13,7 @@ from graphshard.device import open_device
 
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow), 4])
 def test_blocks_are_exact(world_size: int, mode: str, how: str) -> None:
     assert run_on_ranks(run_rounds, world_size, 30, how, 1, mode=mode) == ["right"] * world_size
 

@@ -94,7 +94,9 @@ def test_unknown_errors_become_comm_errors() -> None:
         groups[0].agree("division", lambda: 1 // 0)
 
 
-@pytest.mark.parametrize(("how", "state"), [("stop", "stopped"), ("sleep", "running")])
+@pytest.mark.parametrize(
+    ("how", "state"), [("stop", "stopped"), pytest.param("sleep", "running", marks=pytest.mark.slow)]
+)
 def test_who_does_not_come_is_named(how: str, state: str) -> None:
     with no_growth():
         outcomes = try_on_ranks(stay_away, 3, how, mode="processes", group_timeout_s=1.0, after_failure_s=2.0)

@@ -82,7 +82,7 @@ def _without_a_ring(dtype: str) -> str:
     ("world_size", "dtype", "ring", "choices"),
     [
         (1, "float32", {"compact_ring": True}, {"plan": "replicated"}),
-        (1, "bfloat16", {}, {"units": "layer", "prefetch_depth": 1}),
+        pytest.param(1, "bfloat16", {}, {"units": "layer", "prefetch_depth": 1}, marks=pytest.mark.slow),
         (2, "float32", {}, {"units": "weight", "prefetch_depth": 1, "transport": "nccl"}),
         (2, "bfloat16", {"compact_ring": True}, {"units": "layer", "prefetch_depth": 1, "executor": "threaded"}),
         (2, "float32", {"compact_ring": True, "fused": False}, {"units": "layer", "prefetch_depth": 0}),

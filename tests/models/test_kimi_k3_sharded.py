@@ -76,11 +76,11 @@ CASES = [
     (1, "float32", True, {"units": "layer", "prefetch_depth": 1}),
     (2, "float32", True, {"units": "weight", "prefetch_depth": 1, "transport": "nccl"}),
     (2, "bfloat16", False, {"units": "layer", "prefetch_depth": 1, "executor": "threaded"}),
-    (2, "bfloat16", True, {"units": "weight", "prefetch_depth": 0}),
     (4, "float32", True, {"units": "layer", "prefetch_depth": 1, "head": "tail"}),
-    (4, "float32", True, {"units": "layer", "prefetch_depth": 0, "transport": "nccl"}),
 ]
 MORE = [
+    (4, "float32", True, {"units": "layer", "prefetch_depth": 0, "transport": "nccl"}),
+    (2, "bfloat16", True, {"units": "weight", "prefetch_depth": 0}),
     (1, "bfloat16", False, {"units": "weight", "prefetch_depth": 0}),
     (2, "float32", True, {"units": "bytes:40KiB", "prefetch_depth": 2}),
     (2, "bfloat16", True, {"units": "layer", "prefetch_depth": 1, "transport": "nccl"}),

@@ -11,12 +11,12 @@ from speculative_ranks import on_rank, plainly
 KINDS = ["llama", "kimi_k3"]
 CASES = [
     (1, "graph", {}),
-    (1, "eager", {}),
     (2, "graph", {"transport": "pull"}),
     (2, "eager", {"transport": "nccl"}),
     (4, "graph", {"transport": "nccl"}),
 ]
 MORE = [
+    (1, "eager", {}),
     (2, "graph", {"transport": "pull", "executor": "threaded"}),
     (2, "graph", {"transport": "nccl", "units": "weight"}),
     (3, "graph", {"transport": "pull", "units": "weight", "prefetch_depth": 2}),

@@ -21,7 +21,7 @@ def check(
 
 
 @pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("depth", [0, 1, 2, 3])
+@pytest.mark.parametrize("depth", [0, 1, 2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("units", ["layer", "weight", "bytes:100000"])
 def test_depths_units_and_heads(units: str, depth: int, head: str, transport: str) -> None:
     check(2, [SIZES] * 5, units=units, prefetch_depth=depth, head=head, executor="cooperative", transport=transport)
@@ -29,7 +29,7 @@ def test_depths_units_and_heads(units: str, depth: int, head: str, transport: st
 
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("num_slots", [2, 3])
-@pytest.mark.parametrize("num_layers", [1, 2, 3, 4, 5, 7, 61])
+@pytest.mark.parametrize("num_layers", [1, 2, 3, 4, 5, 7, pytest.param(61, marks=pytest.mark.slow)])
 def test_slots_that_do_not_divide_the_layers(num_layers: int, num_slots: int, head: str, transport: str) -> None:
     """`slot = i mod k` goes wrong at the wrap-around when k does not divide the number of units."""
     check(

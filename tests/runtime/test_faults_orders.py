@@ -98,7 +98,7 @@ def orders_in_step(group: Group, choices: dict[str, object]) -> list[str]:
 
 
 @pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("depth", [0, pytest.param(1, marks=pytest.mark.slow), 2])
 def test_collective_gathers_are_right_in_every_order_of_each_rank(depth: int, head: str) -> None:
     """No order of one rank's nodes makes another rank wait forever, or see wrong bytes."""
     assert run_on_ranks(orders_in_step, 3, {"prefetch_depth": depth, "head": head}) == [[], [], []]

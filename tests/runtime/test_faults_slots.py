@@ -59,7 +59,7 @@ def target_and_draft(group: Group, num_layers: int, depth: int, head: str, trans
 
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("num_layers", [1, 2, 3, 4, 5, 7, 61])
+@pytest.mark.parametrize("num_layers", [1, 2, 3, 4, 5, 7, pytest.param(61, marks=pytest.mark.slow)])
 def test_slots_fit_whatever_the_number_of_units(num_layers: int, depth: int, head: str, transport: str) -> None:
     """Also where the slots do not divide the units, beside a second model with slots of its own."""
     assert run_on_ranks(target_and_draft, 2, num_layers, depth, head, transport) == [[], []]

@@ -41,7 +41,7 @@ ALONE = {"pull": "threads", "nccl": "processes"}
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_steps_of_either_mode_are_exact(world_size: int, mode: str, transport: str) -> None:
     for wrong, blocks, _ in run_on_ranks(all_steps, world_size, transport, "auto", mode=mode):
         assert wrong == [] and blocks == [3, 3, 0, 0]
@@ -88,9 +88,10 @@ def test_blocks_of_narrow_numbers(dtype: str, transport: str) -> None:
     assert run_on_ranks(in_turn, 2, transport, 4, dtype) == [""] * 2
 
 
-def test_decode_and_prefill_in_turn(transport: str) -> None:
-    """A thousand steps from one shard: tensor-parallel, gathered, ...; memory is flat (checked inside)."""
-    assert run_on_ranks(in_turn, 2, transport, 1000, "float32", mode="processes") == [""] * 2
+@pytest.mark.parametrize("num_steps", [200, pytest.param(1000, marks=pytest.mark.slow)])
+def test_decode_and_prefill_in_turn(num_steps: int, transport: str) -> None:
+    """Steps from one shard: tensor-parallel, gathered, ...; memory is flat (checked inside)."""
+    assert run_on_ranks(in_turn, 2, transport, num_steps, "float32", mode="processes") == [""] * 2
 
 
 def test_updates_between_steps(transport: str) -> None:
@@ -102,7 +103,7 @@ def test_captures_between_steps() -> None:
     assert run_on_ranks(capture_again, 3) == [[]] * 3
 
 
-@pytest.mark.parametrize("run", ["eager", "graph"])
+@pytest.mark.parametrize("run", [pytest.param("eager", marks=pytest.mark.slow), "graph"])
 def test_a_rank_that_does_not_come(run: str, transport: str) -> None:
     with no_growth():
         outcomes = run_on_ranks(skip_a_step, 3, 1, run, transport, mode=ALONE[transport])
@@ -115,7 +116,7 @@ def test_a_rank_that_does_not_come(run: str, transport: str) -> None:
 
 
 @pytest.mark.parametrize(("how", "said"), [("kill", "died"), ("close", "closed its runtime")])
-@pytest.mark.parametrize("run", ["eager", "graph"])
+@pytest.mark.parametrize("run", ["eager", pytest.param("graph", marks=pytest.mark.slow)])
 def test_a_rank_that_is_gone(run: str, how: str, said: str) -> None:
     outcomes = try_on_ranks(lose_a_rank, 3, run, how, mode="processes")
     for outcome in outcomes[:2]:
@@ -125,7 +126,7 @@ def test_a_rank_that_is_gone(run: str, how: str, said: str) -> None:
         assert "is refused" in refused and apart == ""
 
 
-@pytest.mark.parametrize("run", ["eager", "graph"])
+@pytest.mark.parametrize("run", [pytest.param("eager", marks=pytest.mark.slow), "graph"])
 def test_ranks_that_take_unlike_steps(run: str, transport: str) -> None:
     told = run_on_ranks(unlike_shapes, 3, run, transport, mode=ALONE[transport])
     assert len({text for text, _ in told}) == 1
@@ -134,7 +135,7 @@ def test_ranks_that_take_unlike_steps(run: str, transport: str) -> None:
         assert "the tokens of 3 tensor-parallel blocks, in a step of shape 2x1" in told[0][0]
 
 
-@pytest.mark.parametrize("part", ["prepare", "compute", "finish"])
+@pytest.mark.parametrize("part", [pytest.param("prepare", marks=pytest.mark.slow), "compute", "finish"])
 def test_what_one_rank_cannot_compute_nobody_believes(part: str, transport: str) -> None:
     told = run_on_ranks(fail_in_compute, 3, part, transport, mode=ALONE[transport])
     for rank, (text, _, refused, apart) in enumerate(told):

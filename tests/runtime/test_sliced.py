@@ -52,7 +52,7 @@ def test_what_the_layers_become() -> None:
     }
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("transport", ["pull", "nccl"])
 def test_every_step_reads_its_own_bytes(transport: str, world_size: int) -> None:
     plans = [plan for plan in PLANS if transport == "pull" or "num_copy_streams" not in plan]

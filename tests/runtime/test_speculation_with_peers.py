@@ -210,7 +210,7 @@ def test_under_pull_ranks_may_run_unlike() -> None:
 # --- ranks that do not come ---
 
 
-@pytest.mark.parametrize("missing", [0, 2])
+@pytest.mark.parametrize("missing", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_rank_that_makes_no_call_is_named_on_all(missing: int) -> None:
     """By the one error of the communicator at which it was missed; the other communicator is given up, too."""
     found = run_on_ranks(programs.never_call, 3, "nccl", missing, 2.0)

@@ -102,7 +102,10 @@ def test_every_harmful_program_mutant_is_caught(capsys: pytest.CaptureFixture[st
     score.assert_complete("program mutants", capsys)
 
 
-@pytest.mark.parametrize("lowering", LOWERINGS)
+@pytest.mark.parametrize(
+    "lowering",
+    [pytest.param(name, marks=[pytest.mark.slow] if name == "2 copy streams" else []) for name in LOWERINGS],
+)
 def test_every_harmful_list_mutant_is_caught(lowering: str, capsys: pytest.CaptureFixture[str]) -> None:
     copies, streams, own = LOWERINGS[lowering]
     score = Score()
