@@ -33,11 +33,13 @@ CASES = [
 ]
 MORE = [
     ("kimi_k3", "float32", 2, {"units": "layer", "prefetch_depth": 1, "executor": "threaded"}, "processes"),
-    (family, dtype, world_size, {"transport": transport}, ranks)
-    for family in ("llama", "kimi_k3")
-    for world_size in (2, 3, 4)
-    for transport in ("pull", "nccl")
-    for ranks, dtype in (("threads", "bfloat16"), ("processes", "float32"))
+    *(
+        (family, dtype, world_size, {"transport": transport}, ranks)
+        for family in ("llama", "kimi_k3")
+        for world_size in (2, 3, 4)
+        for transport in ("pull", "nccl")
+        for ranks, dtype in (("threads", "bfloat16"), ("processes", "float32"))
+    ),
 ]
 
 
