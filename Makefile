@@ -10,14 +10,23 @@ SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name 'CMakeLists.t
 
 PYTEST := $(BIN)/python -m pytest -q -p no:benchmark
 # Processes of their own: what some of these leave behind (captured gathers that wait for ever) slows those after them.
-PARTS  := tests/runtime/test_[a-b]*.py tests/runtime/test_[c-e]*.py tests/runtime/test_[f-i]*.py \
-  tests/runtime/test_[j-m]*.py tests/runtime/test_n*.py tests/runtime/test_[o-s]*.py tests/runtime/test_[t-z]*.py
+PART_cli    := tests/cli tests/core tests/bench tests/cost
+PART_models := tests/models tests/comm tests/load
+PART_rest   := tests $(addprefix --ignore=,$(PART_cli) $(PART_models) tests/runtime)
+PART_o-s    := tests/runtime/test_[o-s]*.py
+PART_a-b    := tests/runtime/test_[a-b]*.py
+PART_f-i    := tests/runtime/test_[f-i]*.py
+PART_n      := tests/runtime/test_n*.py
+PART_j-m    := tests/runtime/test_[j-m]*.py
+PART_c-e    := tests/runtime/test_[c-e]*.py
+PART_t-z    := tests/runtime/test_[t-z]*.py
+PARTS       := $(addprefix test-part-,cli models rest o-s a-b f-i n j-m c-e t-z)
 
 export OMP_NUM_THREADS ?= 1
 # Tests start many processes: what they import is compiled once.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: all demo test test-all test-runtime test-others test-tsan build-cu13 lint format clean
+.PHONY: all demo test test-all test-parts $(PARTS) test-tsan build-cu13 lint format clean
 
 all: $(STAMP)
 
@@ -41,18 +50,17 @@ $(DEMO): $(STAMP)
 demo: $(DEMO)
 	$(BIN)/graphshard demo
 
-# Two processes at a time; each one's output is shown when it has ended.
+# Three parts at a time, as tests often wait; a part's output is shown when it has ended.
 test: $(DEMO)
-	@$(MAKE) --no-print-directory -j 2 --output-sync test-runtime test-others
+	@$(MAKE) --no-print-directory --jobs 3 --output-sync test-parts
 
 test-all: $(DEMO)
-	@$(MAKE) --no-print-directory -j 2 --output-sync test-runtime test-others SLOW=--slow
+	@$(MAKE) --no-print-directory --jobs 3 --output-sync test-parts SLOW=--slow
 
-test-runtime:
-	@set -f; for part in $(PARTS); do set +f; $(PYTEST) $$part $(SLOW) || exit 1; done
+test-parts: $(PARTS)
 
-test-others:
-	@$(PYTEST) tests --ignore=tests/runtime $(SLOW)
+$(PARTS): test-part-%:
+	@$(PYTEST) $(PART_$*) $(SLOW)
 
 test-tsan: $(STAMP)
 	$(BIN)/cmake -S . -B build/tsan -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python \
