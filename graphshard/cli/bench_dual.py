@@ -61,8 +61,8 @@ which gather is no slower than tensor_parallel; `is_well_chosen` (x_better of ea
 )
 @click.option("--layers", type=COUNT, default=12, show_default=True, help="Blocks of a step.")
 @click.option("--dtype", type=click.Choice(DTYPES), default="float32", show_default=True, help="Of all.")
-@click.option("--launches", type=COUNT, default=3, show_default=True, help="Times that all ranks are started anew.")
-@click.option("--steps", type=COUNT, default=30, show_default=True, help="Slow ones are fewer, fast ones more.")
+@click.option("--launches", type=COUNT, default=6, show_default=True, help="Times that all ranks are started anew.")
+@click.option("--steps", type=COUNT, default=20, show_default=True, help="Slow ones are fewer, fast ones more.")
 @transport_option
 @click.option(
     "--choose-by",
