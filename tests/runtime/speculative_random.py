@@ -84,6 +84,8 @@ def _one_step(pair: Pair, places: Places, alone: Random, is_skip: bool, done: Co
             return pair.step(size, skip=is_skip, verifying=stalled(pair.draft, latch.word.address))
         finally:
             latch.open()
+            # or the latch may be closed again before the gather has seen it open
+            until(pair.draft._streams["prefetch"].is_idle, "the gather goes on")
     latch.close()
     opening = InThread(_opener(pair.target if name == "fold" else pair.runtimes()[name.split()[0]], name, latch))
     try:
