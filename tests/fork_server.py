@@ -103,10 +103,15 @@ class Forked:
 class Server:
     """A process that forks ranks and commands; one for each process of tests, and for each command."""
 
-    def __init__(self, connection: socket.socket, process: subprocess.Popen[bytes] | None = None) -> None:
+    def __init__(
+        self,
+        connection: socket.socket,
+        environment: Mapping[str, str],
+        process: subprocess.Popen[bytes] | None = None,
+    ) -> None:
         self._socket, self._process, self._lock = connection, process, threading.Lock()
         self._socket.settimeout(START_S)
-        self.environment = _with_threads(os.environ)
+        self.environment = environment
 
     @staticmethod
     def start(libraries: str | None = None) -> Server:
@@ -116,8 +121,7 @@ class Server:
         environment = _with_threads(os.environ) | ({} if libraries is None else {"LD_LIBRARY_PATH": libraries})
         process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
         theirs.close()
-        server = Server(ours, process)
-        server.environment = environment
+        server = Server(ours, environment, process)
         atexit.register(server.close)
         return server
 
@@ -306,7 +310,7 @@ def run(connection: socket.socket) -> int:
     if os.fork() == 0:
         return _run_server_of_command(ours, theirs)
     theirs.close()
-    install(Server(ours))
+    install(Server(ours, _with_threads(os.environ)))
     from graphshard import __main__ as command
     from graphshard.cli import main
 

@@ -62,7 +62,13 @@ which gather is no slower than tensor_parallel; `is_well_chosen` (x_better of ea
 @click.option("--layers", type=COUNT, default=12, show_default=True, help="Blocks of a step.")
 @click.option("--dtype", type=click.Choice(DTYPES), default="float32", show_default=True, help="Of all.")
 @click.option("--launches", type=COUNT, default=6, show_default=True, help="Times that all ranks are started anew.")
-@click.option("--steps", type=COUNT, default=20, show_default=True, help="Slow ones are fewer, fast ones more.")
+@click.option(
+    "--steps",
+    type=COUNT,
+    default=20,
+    show_default=True,
+    help="Counted steps of each mode in a launch; of slow ones fewer are made, of fast ones more.",
+)
 @transport_option
 @click.option(
     "--choose-by",

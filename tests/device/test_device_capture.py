@@ -133,6 +133,14 @@ def test_a_capture_may_wait_for_another(driver: Driver, stream: Stream) -> None:
     assert captured == [1, 1, 1, 1]
 
 
+def test_while_a_capture_may_begin_no_stream_is_called_idle(stream: Stream) -> None:
+    """The driver is not asked: a query of a stream that is being captured would end the capture."""
+    assert stream.is_idle()
+    with CaptureLock():
+        assert not stream.is_idle()
+    assert stream.is_idle()
+
+
 def test_the_capture_lock_is_released_by_an_exception() -> None:
     with pytest.raises(LookupError), CaptureLock():
         raise LookupError
