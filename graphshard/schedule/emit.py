@@ -18,6 +18,7 @@ Launches and waits that belong inside the block come before it, until the first 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import get_args
 
 from graphshard.core.errors import SpecError
 from graphshard.core.ops import ActGather, AgLaunch, Gemm, Op, RecordGate, RecordOutputs, ReduceScatter, WaitOnce
@@ -32,16 +33,22 @@ def emit(model: ModelSpec, plan: Plan, shape: StepShape | None = None) -> Progra
 
     Raises:
         SpecError: a segment reads a sharded weight outside all residencies of its unit, or a block is to be
-            tensor-parallel whose weights are not sliced.
+            tensor-parallel whose weights are not sliced, or a mode is unknown.
     """
     return _Emission(model, plan, () if shape is None else plan.modes_of(shape)).program()
 
 
 def emit_all(model: ModelSpec, plan: Plan) -> dict[StepShape, Program]:
-    """The program of every step shape of `plan`, smallest first; those of equal modes are one object."""
+    """The program of every step shape of `plan`, smallest first; those of equal modes are one object.
+
+    Raises:
+        SpecError: as `emit`, or the plan has modes for other step shapes and none for one of its own.
+    """
     by_modes: dict[tuple[Mode, ...], Program] = {}
     programs = {}
     for shape in sorted(plan.step_shapes):
+        if plan.modes and not plan.modes_of(shape):
+            raise SpecError(f"the plan has modes, and none for its step shape {shape}: give one for each block")
         modes = _wanted(plan.modes_of(shape))
         if modes not in by_modes:
             by_modes[modes] = _Emission(model, plan, modes).program()
@@ -51,7 +58,7 @@ def emit_all(model: ModelSpec, plan: Plan) -> dict[StepShape, Program]:
 
 def _wanted(modes: tuple[Mode, ...]) -> tuple[Mode, ...]:
     """No modes and nothing but gathers are the same."""
-    return modes if "tensor_parallel" in modes else ()
+    return modes if set(modes) - {"gather"} else ()
 
 
 class _Emission:
@@ -176,7 +183,9 @@ def _sliced_blocks(model: ModelSpec, plan: Plan, modes: Sequence[Mode]) -> tuple
     sliced = {unit.weights for unit in plan.units if unit.is_sliced}
     found = []
     for index, (block, mode) in enumerate(zip(model.blocks, modes, strict=False)):
-        if mode != "tensor_parallel":
+        if mode not in get_args(Mode):
+            raise SpecError(f"block {block.name}: unknown mode {mode!r}; known are {', '.join(get_args(Mode))}")
+        if mode == "gather":
             continue
         if block.weights not in sliced:
             raise SpecError(f"block {block.name} cannot be tensor-parallel: its weights are no sliced unit of the plan")
