@@ -50,12 +50,14 @@ $(DEMO): $(STAMP)
 demo: $(DEMO)
 	$(BIN)/graphshard demo
 
-# Three parts at a time, as tests often wait; a part's output is shown when it has ended.
+# Three parts at a time, as tests often wait, and all of them, whatever fails; a part's output is shown when it has ended.
+IN_PARTS := --no-print-directory --jobs 3 --keep-going --output-sync test-parts
+
 test: $(DEMO)
-	@$(MAKE) --no-print-directory --jobs 3 --output-sync test-parts
+	@$(MAKE) $(IN_PARTS)
 
 test-all: $(DEMO)
-	@$(MAKE) --no-print-directory --jobs 3 --output-sync test-parts SLOW=--slow
+	@$(MAKE) $(IN_PARTS) SLOW=--slow
 
 test-parts: $(PARTS)
 

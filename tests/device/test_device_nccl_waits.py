@@ -148,14 +148,6 @@ def test_one_thread_at_a_time(fake: FakeNccl, driver: Driver, communicator: Comm
 
 
 def test_ctrl_c_ends_the_wait(fake: FakeNccl, communicator: Communicator) -> None:
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # what is started in a background ignores it
-    try:
-        _interrupt_a_wait(fake, communicator)
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def _interrupt_a_wait(fake: FakeNccl, communicator: Communicator) -> None:
     memory = communicator.allocate(4096)
     fake.hang("ncclCommWindowRegister")
     main = threading.main_thread().ident
