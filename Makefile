@@ -12,7 +12,9 @@ PYTEST := $(BIN)/python -m pytest -q -p no:benchmark
 # Processes of their own: what some of these leave behind (captured gathers that wait for ever) slows those after them.
 PART_cli    := tests/cli tests/core tests/bench tests/cost
 PART_models := tests/models tests/comm tests/load
-PART_rest   := tests $(addprefix --ignore=,$(PART_cli) $(PART_models) tests/runtime)
+PART_driver := tests/conformance tests/device
+PART_verify := tests/verify tests/schedule
+PART_rest   := tests $(addprefix --ignore=,$(PART_cli) $(PART_models) $(PART_driver) $(PART_verify) tests/runtime)
 PART_o-s    := tests/runtime/test_[o-s]*.py
 PART_a-b    := tests/runtime/test_[a-b]*.py
 PART_f-i    := tests/runtime/test_[f-i]*.py
@@ -20,7 +22,7 @@ PART_n      := tests/runtime/test_n*.py
 PART_j-m    := tests/runtime/test_[j-m]*.py
 PART_c-e    := tests/runtime/test_[c-e]*.py
 PART_t-z    := tests/runtime/test_[t-z]*.py
-PARTS       := $(addprefix test-part-,cli models rest o-s a-b f-i n j-m c-e t-z)
+PARTS       := $(addprefix test-part-,driver cli models verify rest o-s a-b f-i n j-m c-e t-z)
 
 export OMP_NUM_THREADS ?= 1
 # Tests start many processes: what they import is compiled once.

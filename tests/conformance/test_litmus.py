@@ -88,6 +88,6 @@ def test_only_the_seam_is_exported() -> None:
 def test_ten_million_handoffs(program: Path, name: str) -> None:
     """No payload torn or stale behind its flag."""
     done = subprocess.run(
-        [program, HOST_LIBRARY, name, "--handoffs", "10000000"], capture_output=True, text=True, timeout=1800
+        [program, HOST_LIBRARY, name, "--handoffs", "10000000"], capture_output=True, text=True, timeout=2400
     )
     check(done)
