@@ -104,8 +104,18 @@ class Plan:
         return copies_per_gather(self.transport, self.world_size)
 
     def modes_of(self, shape: StepShape) -> tuple[Mode, ...]:
-        """The modes of a step of `shape`, by block; empty where no mode was chosen: every block is gathered."""
-        return dict(self.modes).get(shape, ())
+        """The modes of a step of `shape`, by block; empty where the plan has none at all: every block is gathered.
+
+        Raises:
+            SpecError: the plan has modes, and none for `shape`.
+        """
+        if not self.modes:
+            return ()
+        by_shape = dict(self.modes)
+        if shape not in by_shape:
+            known = ", ".join(map(str, sorted(by_shape)))
+            raise SpecError(f"the plan has no modes for step shape {shape}; it has some for {known}: give one a block")
+        return by_shape[shape]
 
     def text(self) -> str:
         """Stable text, the base of `digest`."""

@@ -33,7 +33,7 @@ def emit(model: ModelSpec, plan: Plan, shape: StepShape | None = None) -> Progra
 
     Raises:
         SpecError: a segment reads a sharded weight outside all residencies of its unit, or a block is to be
-            tensor-parallel whose weights are not sliced, or a mode is unknown.
+            tensor-parallel whose weights are not sliced; a mode is unknown, or `shape` has none though others have.
     """
     return _Emission(model, plan, () if shape is None else plan.modes_of(shape)).program()
 
@@ -42,13 +42,11 @@ def emit_all(model: ModelSpec, plan: Plan) -> dict[StepShape, Program]:
     """The program of every step shape of `plan`, smallest first; those of equal modes are one object.
 
     Raises:
-        SpecError: as `emit`, or the plan has modes for other step shapes and none for one of its own.
+        SpecError: as `emit`.
     """
     by_modes: dict[tuple[Mode, ...], Program] = {}
     programs = {}
     for shape in sorted(plan.step_shapes):
-        if plan.modes and not plan.modes_of(shape):
-            raise SpecError(f"the plan has modes, and none for its step shape {shape}: give one for each block")
         modes = _wanted(plan.modes_of(shape))
         if modes not in by_modes:
             by_modes[modes] = _Emission(model, plan, modes).program()

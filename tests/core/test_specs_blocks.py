@@ -94,7 +94,9 @@ def test_texts_tell_blocks_units_and_modes_apart() -> None:
 def test_modes_are_found_by_step_shape() -> None:
     made = plan(modes=((StepShape(1), ("gather", "tensor_parallel")), (StepShape(2), ("gather", "gather"))))
     assert made.modes_of(StepShape(1)) == ("gather", "tensor_parallel")
-    assert made.modes_of(StepShape(3)) == ()
+    with pytest.raises(SpecError, match="no modes for step shape 3x1; it has some for 1x1, 2x1"):
+        made.modes_of(StepShape(3))
+    assert plan().modes_of(StepShape(3)) == ()
 
 
 @pytest.mark.parametrize(

@@ -185,7 +185,7 @@ def test_a_block_that_reads_a_slot_is_refused_by_name() -> None:
 
 def test_modes_written_by_hand_name_each_step_shape_and_known_modes() -> None:
     plan = plan_of(dual="tensor_parallel")
-    with pytest.raises(SpecError, match="modes, and none for its step shape 512x1"):
+    with pytest.raises(SpecError, match="no modes for step shape 512x1"):
         emit_all(MODEL, replace(plan, modes=plan.modes[:-1]))
     wrong = ((SHAPES[0], ("tensor_paralel",) * 3), *plan.modes[1:])
     with pytest.raises(SpecError, match="unknown mode 'tensor_paralel'; known are gather, tensor_parallel"):
