@@ -19,17 +19,19 @@ namespace {
 constexpr size_t kStreamingBytes = size_t{16} << 20;
 constexpr size_t kLineBytes = 64;
 
-void stream_line(char* destination, const char* source) {
+struct Line {
+  __m128i parts[4];
+};
+
+Line load_line(const char* source) {
   const auto* from = reinterpret_cast<const __m128i*>(source);
+  return {{_mm_loadu_si128(from), _mm_loadu_si128(from + 1), _mm_loadu_si128(from + 2), _mm_loadu_si128(from + 3)}};
+}
+
+void stream_line(char* destination, const char* source) {
+  const Line line = load_line(source);
   auto* to = reinterpret_cast<__m128i*>(destination);
-  const __m128i a = _mm_loadu_si128(from);
-  const __m128i b = _mm_loadu_si128(from + 1);
-  const __m128i c = _mm_loadu_si128(from + 2);
-  const __m128i d = _mm_loadu_si128(from + 3);
-  _mm_stream_si128(to, a);
-  _mm_stream_si128(to + 1, b);
-  _mm_stream_si128(to + 2, c);
-  _mm_stream_si128(to + 3, d);
+  for (int part = 0; part < 4; ++part) _mm_stream_si128(to + part, line.parts[part]);
 }
 
 void stream_bytes(char* destination, const char* source, size_t num_bytes) {
@@ -41,10 +43,14 @@ void stream_bytes(char* destination, const char* source, size_t num_bytes) {
   _mm_sfence();  // streaming stores are ordered by nothing else, and a release store announces these bytes
 }
 
-// Between a level-2 cache and half of a last-level one the processor's own string copy beats libc's loop, which gives
-// it up at the size of the former: 1.1 times its rate at 3.5 MB; steps at batch 1 took
-// 5 to 8 % less CPU time for it.
-constexpr size_t kStringBytes = size_t{64} << 10;
+// From here on a source is taken to lie in memory, as weights do. libc's loop waits for each line then, and gives up the
+// processor's string copy at the size of a level-2 cache. Where the processor says that its string copy is fast, that is
+// 1.1 times libc's rate at 3.5 MB; steps at batch 1 took 5 to 8 % less CPU time for it. Where it does not (AMD's Zen 1:
+// 1.8 MB at a time into 3.5 MB, two cores copying), lines asked for ahead come at 1.6 times libc's rate and 1.3 times
+// the string copy's, and past the outer caches, which keep what was written. Two places at once are 4 % faster than one.
+// The price: a source that does lie in the cache is read at half of libc's rate.
+constexpr size_t kMemoryBytes = size_t{64} << 10;
+constexpr size_t kBytesAhead = 256;
 
 bool has_fast_string_copy() {
   constexpr unsigned int kErms = 1U << 9;
@@ -58,6 +64,22 @@ bool has_fast_string_copy() {
 void string_copy(char* destination, const char* source, size_t num_bytes) {
   asm volatile("rep movsb" : "+D"(destination), "+S"(source), "+c"(num_bytes) : : "memory");
 }
+
+void prefetching_line(char* destination, const char* source) {
+  _mm_prefetch(source + kBytesAhead, _MM_HINT_NTA);  // no fault where nothing is mapped
+  const Line line = load_line(source);
+  auto* to = reinterpret_cast<__m128i*>(destination);
+  for (int part = 0; part < 4; ++part) _mm_storeu_si128(to + part, line.parts[part]);
+}
+
+void prefetching_copy(char* destination, const char* source, size_t num_bytes) {
+  const size_t half = num_bytes / 2 / kLineBytes * kLineBytes;
+  for (size_t done = 0; done < half; done += kLineBytes) {
+    prefetching_line(destination + done, source + done);
+    prefetching_line(destination + half + done, source + half + done);
+  }
+  std::memcpy(destination + 2 * half, source + 2 * half, num_bytes - 2 * half);
+}
 #endif
 
 }  // namespace
@@ -68,9 +90,9 @@ void copy_bytes(char* destination, const char* source, size_t num_bytes) {
     stream_bytes(destination, source, num_bytes);
     return;
   }
-  static const bool is_fast = has_fast_string_copy();
-  if (is_fast && num_bytes >= kStringBytes) {
-    string_copy(destination, source, num_bytes);
+  if (num_bytes >= kMemoryBytes) {
+    static const auto copy_from_memory = has_fast_string_copy() ? string_copy : prefetching_copy;
+    copy_from_memory(destination, source, num_bytes);
     return;
   }
 #endif
