@@ -27,6 +27,23 @@ def test_ops_run_in_order(driver: Driver, stream: Stream) -> None:
     assert stream.is_idle()
 
 
+@pytest.mark.parametrize("offsets", [(0, 0), (1, 0), (0, 3), (63, 17)], ids=str)
+@pytest.mark.parametrize("num_bytes", [(64 << 10) - 1, 64 << 10, (64 << 10) + 127, (1 << 20) + 13, (16 << 20) + 65])
+def test_copies_of_every_size_move_their_bytes_alone(
+    driver: Driver, stream: Stream, num_bytes: int, offsets: tuple[int, int]
+) -> None:
+    """The host driver copies in other ways from 64 KiB and from 16 MiB on."""
+    to, since = offsets
+    source, destination = Memory(driver, num_bytes + 128), Memory(driver, num_bytes + 128)
+    given = torch.frombuffer(source, dtype=torch.uint8)
+    given.random_(0, 255, generator=torch.Generator().manual_seed(num_bytes))
+    found = torch.frombuffer(destination, dtype=torch.uint8).fill_(255)
+    stream.copy(destination.address + to, source.address + since, num_bytes)
+    assert stream.synchronize(TIMEOUT_S)
+    assert torch.equal(found[to : to + num_bytes], given[since : since + num_bytes])
+    assert bool((found[:to] == 255).all()) and bool((found[to + num_bytes :] == 255).all())
+
+
 def test_waits_are_bounded(stream: Stream, driver: Driver, latch: Latch) -> None:
     event = Event(driver)
     latch.hold(stream)
