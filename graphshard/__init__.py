@@ -56,10 +56,9 @@ _HOMES = {
     "graphshard.runtime.speculative": ("Speculation", "SpeculativeStep", "speculate"),
     "graphshard.schedule.auto": ("make_plan",),
     "graphshard.schedule.emit": ("emit",),
-    "graphshard.verify": ("verify",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
-_MODULES = ("formats", "recipes")
+_MODULES = ("formats", "recipes", "verify")
 
 __all__ = [
     "Attached",

@@ -17,7 +17,7 @@ from graphshard.core.specs import StepShape
 from graphshard.device import Device, open_device
 from graphshard.load.recipe import Recipes
 from graphshard.load.shard_folder import ShardFolder
-from graphshard.runtime.attach import Attached, attach_module
+from graphshard.runtime.attach import Attached, attach_module, refuse_unwatched
 from graphshard.runtime.bind import Hooks
 from graphshard.runtime.borrowing import Borrowed, borrow_weights
 from graphshard.runtime.build import Agreed, agree_on_device, build_runtime
@@ -75,7 +75,7 @@ def compile(  # the field's verb, as in torch.compile; always used as graphshard
         SpecError, ProgramError, LoadError, CommError, DeviceError: see each class; on every rank alike.
     """
     limits, device = limits_of(timeout_s, hooks, progress), _opened(device, group)
-    shapes = [StepShape(*size) if isinstance(size, tuple) else StepShape(size) for size in capture_sizes]
+    shapes = _shapes(capture_sizes)
     with agree_on_device(group, device) as agreed:
         shards = open_shards(group, checkpoint, model.spec)
         asked = PlanRequest(plan, choices, hardware, shapes, saved=None if shards is None else shards.manifest)
@@ -109,7 +109,7 @@ def attach(
         layers: path of the ModuleList (or Sequential) of layers; None: the one with the most parameters.
         order: the layers that one forward calls, by index, where that is not each once as listed.
         plan: as in `compile`; units are layers unless `choices` say otherwise.
-        check: poison slots, and name weights that are read outside their layer's call. Slow.
+        check: poison slots, and name weights that are read outside their layer's call. Slow; needs the hooks.
         own_loop: no hooks: the caller runs the layers, between `before_layer(i)` and `after_layer(i)` of `begin_step`.
         device: "host", or an open device.
         hardware: as in `compile`.
@@ -121,6 +121,7 @@ def attach(
     Raises:
         SpecError: the module cannot be attached: on all ranks, before it is changed. Other errors as in `compile`.
     """
+    refuse_unwatched(check, own_loop)
     settings = limits_of(timeout_s, hooks, progress) | {"check": check, "own_loop": own_loop}
     device = _attachable(_opened(device, group))
     request = PlanRequest(plan, choices, hardware, defaults={"units": "layer"})
@@ -186,7 +187,24 @@ def prepare(
     return prepare_module(module, group, device, layers=layers, order=order, rules=rules, load_timeout_s=load_timeout_s)
 
 
+def _shapes(capture_sizes: Sequence[int | tuple[int, int]]) -> list[StepShape]:
+    try:
+        return [StepShape(*size) if isinstance(size, tuple) else StepShape(size) for size in capture_sizes]
+    except TypeError:
+        raise SpecError(
+            f"capture_sizes is {capture_sizes!r}; it is a sequence of batch sizes, or of (batch_size, "
+            "tokens_per_sequence), as in [1, 8] or [(1, 4)]"
+        ) from None
+
+
 def _opened(device: str | Device, group: Group) -> Device:
+    if not isinstance(group, Group):
+        raise SpecError(
+            f"group is of type {type(group).__name__}: give what init_group() returned, or LocalGroup(n)[rank] in a "
+            "thread of each rank"
+        )
+    if not isinstance(device, str) and not hasattr(device, "driver"):
+        raise SpecError(f"device is of type {type(device).__name__}: give 'host', or what open_device() returned")
     if not isinstance(device, str):
         return device
     return open_device(device, num_ranks=group.world_size, local_rank=group.local_rank)

@@ -34,4 +34,6 @@ def main(group: graphshard.Group, library: str) -> bool:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: torchrun --nproc-per-node 2 serve_handle.py ./serve.so")
     main(graphshard.init_group(), sys.argv[1])

@@ -63,7 +63,7 @@ def fan_out_us(group: Group, num_repeats: int) -> dict[int, float]:
         runtime = noop_runtime(model, plan, group, TIMEOUT_S)
         runtimes.append(runtime)
         bound = bound_of(runtime, StepShape(1))
-        launcher = bound.op_list.capture(c_noop_calls(len(bound.computes))).instantiate("threaded")
+        launcher = bound.op_list.capture(c_noop_calls(len(bound.computes)), (), TIMEOUT_S).instantiate("threaded")
         origin = bound.streams[0]
 
         def run(launcher=launcher, origin=origin) -> None:  # type: ignore[no-untyped-def]  # binds the loop's own

@@ -48,7 +48,7 @@ class NoopStep:
         self._runtime, self._timeout_s = runtime, timeout_s
         bound = bound_of(runtime, SHAPE)
         calls = c_noop_calls(len(bound.computes))
-        graph = bound.op_list.capture(calls)
+        graph = bound.op_list.capture(calls, (), timeout_s)
         execs = {executor: graph.instantiate(executor) for executor in EXECUTORS}
         self._origin = bound.streams[0]
         self._launches: dict[str, Callable[[], None]] = {"eager": lambda: bound.op_list.issue(calls)}

@@ -121,7 +121,7 @@ def _variants(arena: _Arena, stream: Stream, device: Device, request: GatherRequ
         for unit in units
         for op in transport.gather_ops(unit, arena.slots.address + unit * arena.stride, 0, 0, transport.num_copies)
     ]
-    graph = OpList(device.driver, [stream], 0, ops, transport.collectives).capture(Calls([]))
+    graph = OpList(device.driver, [stream], 0, ops, transport.collectives).capture(Calls([]), (), request.timeout_s)
     launcher = graph.instantiate(request.executor)
 
     def gather() -> None:

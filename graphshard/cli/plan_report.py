@@ -151,7 +151,10 @@ def _say_by_shape(out: Output, work: PlanWork) -> None:
         "exposed": "exposed",
     }
     out.say()
-    title = "by step shape (sequences x tokens of one rank); exposed: compute waits. It is slower beside gathers, too"
+    title = (
+        "by step shape (sequences x tokens of one rank); exposed: compute waits. It is slower beside gathers, too, "
+        "which hides more of them than the search above counts"
+    )
     out.say(table_of(rows, columns, title))
 
 

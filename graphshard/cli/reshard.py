@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from graphshard.cli.common import Output, answering
+from graphshard.cli.common import Output, answering, check_writable
 from graphshard.cli.planning import RANKS
 from graphshard.core.counts import counted
 from graphshard.core.sizes import format_bytes
@@ -31,11 +31,13 @@ JSON_HELP = """JSON keys: `rows` {file, num_bytes} of what was written; `world_s
 def command(out: Output, source: Path, target: Path, world_size: int | None, to_checkpoint: bool) -> None:
     """Turn the shard files in the folder IN (`Runtime.save_shards`) into ones for another number of ranks.
 
-    Needs no GPU, no ranks and a few MiB of memory. Units stay as they are; every byte is verified by its checksum. OUT
-    is whole or it is not there: the manifest, or the checkpoint's name, comes last.
+    Needs no GPU, no ranks and a few MiB of memory. Units stay as they are; every byte that is read is verified by its
+    checksum. OUT is whole or it is not there: the manifest, or the checkpoint's name, comes last.
     """
     if (world_size is None) is not to_checkpoint:
         raise click.UsageError("give one of --world-size, for shard files, and --to-checkpoint, for a plain checkpoint")
+    if to_checkpoint:
+        check_writable("OUT", target)
     begin = time.perf_counter()
     with byte_bar() as bar, ShardReader(source, bar.step) as reader:
         bar.begin("resharding", reader.num_bytes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Literal, get_args
 
 from graphshard.core.errors import SpecError
 from graphshard.core.specs import ModelSpec, StepShape
@@ -97,6 +97,15 @@ class Plan:
     """By step shape: a mode for each block of the model, in order; `gather` for those that are not sliced."""
     block_reasons: tuple[str, ...] = field(default=(), metadata={OMIT_EMPTY: True})
     """Why each block is sliced or not, and why its modes were chosen, one sentence each; empty without blocks."""
+
+    def __post_init__(self) -> None:
+        for name, choices in (("head", HeadPolicy), ("transport", Transport), ("executor", Executor)):
+            if getattr(self, name) not in get_args(choices):
+                known = ", ".join(get_args(choices))
+                raise SpecError(f"plan: unknown {name} {getattr(self, name)!r}; known: {known}")
+        for name in ("decisions", "units", "residencies", "step_shapes"):
+            if not isinstance(getattr(self, name), tuple):
+                raise SpecError(f"plan: {name} is of type {type(getattr(self, name)).__name__}; give a tuple")
 
     @property
     def num_copies(self) -> int:

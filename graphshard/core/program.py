@@ -183,6 +183,9 @@ class _Parser:
         if sizes is None:
             self.line = ""
             raise self.fail("there is no line that begins with `program`")
+        if sizes.get("num_ops", len(ops)) != len(ops):
+            self.line = ""
+            raise self.fail(f"num_ops is {sizes['num_ops']}, and there are {len(ops)} ops; correct it, or leave it out")
         anything: tuple[int | None, ...] = (None,) * sizes["num_slots"]
         return Program(
             ops=tuple(ops),

@@ -230,7 +230,7 @@ class _Parser:
         return ProgramError(f"cannot read the sequence: {where}: {problem}{found}")
 
     def sequence(self) -> StepSequence:
-        is_begun = False
+        is_begun, num_ops = False, ""
         states: dict[str, list[SlotState]] = {"entry": [], "exit": []}
         ops: list[SequenceOp] = []
         for number, line in enumerate(self.text.splitlines(), start=1):
@@ -239,7 +239,7 @@ class _Parser:
             if not self.line or self.line.startswith("#"):
                 continue
             if first == "sequence":
-                self.fields(rest, (), optional=("num_ops",))
+                num_ops = self.fields(rest, (), optional=("num_ops",)).get("num_ops", "")
                 is_begun = True
             elif not is_begun:
                 raise self.fail("expected `sequence` first")
@@ -257,6 +257,9 @@ class _Parser:
         if not is_begun:
             self.line = ""
             raise self.fail("there is no line that begins with `sequence`")
+        if num_ops not in ("", str(len(ops))):
+            self.line = ""
+            raise self.fail(f"num_ops is {num_ops}, and there are {len(ops)} ops; correct it, or leave it out")
         return StepSequence(
             tuple(map(self.graph, self.graphs)), tuple(ops), tuple(states["entry"]), tuple(states["exit"])
         )

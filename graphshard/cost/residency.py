@@ -70,7 +70,7 @@ class Residency:
             f"{len(self.weights)} weights ({format_bytes(one.sharded_bytes)}) in {one.num_units} units: frees "
             f"{format_bytes(one.freed_bytes)} a rank, net of {one.num_slots} slots ({format_bytes(one.slot_bytes)})"
         )
-        mean = f"weighted mean {one.exposed_us:,.0f}, bound {self.bound_us:,.0f}"
+        mean = f"mean by the search's weights {one.exposed_us:,.0f}, bound {self.bound_us:,.0f}"
         how = f"{one.setup}; us exposed by step shape: {exposed} ({mean})"
         return [first, how, *(f"not {one}" for one in self.rejected)]
 

@@ -91,7 +91,8 @@ def _find(path: Path) -> Path:
     if len(found) == 1:
         return found[0]
     what = f"{len(found)} safetensors files and no {INDEX_NAME}" if found else f"neither {SINGLE_NAME} nor {INDEX_NAME}"
-    raise LoadError(f"no checkpoint in {path}: it holds {what}; give the file itself")
+    way = "give the file itself" if found else "give the folder that has the weights"
+    raise LoadError(f"no checkpoint in {path}: it holds {what}; {way}")
 
 
 def _open_one(path: Path) -> dict[str, SafetensorsFile]:

@@ -167,7 +167,10 @@ def _read_header(path: Path, fd: int, file_bytes: int) -> tuple[dict[str, str], 
         )
     header_bytes = int.from_bytes(prefix, "little")
     if header_bytes > MAX_HEADER_BYTES:
-        raise LoadError(f"{path} is not a safetensors file: it would have a header of {header_bytes} bytes")
+        raise LoadError(
+            f"{path} is not a safetensors file: it would have a header of {header_bytes} bytes; give another file, or "
+            "download it again"
+        )
     if 8 + header_bytes > file_bytes:
         raise _truncated(path, 8 + header_bytes, file_bytes)
     try:

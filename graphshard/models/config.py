@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from graphshard.core.errors import SpecError
-from graphshard.core.sizes import dtype_bits
 
 MODEL_TYPES = ("llama", "mistral")
 ROPE_TYPES = ("default", "linear", "llama3")
@@ -26,6 +25,7 @@ _COUNTS = (
     "num_layers",
     "num_heads",
     "num_kv_heads",
+    "head_dim",
     "max_positions",
 )
 
@@ -72,7 +72,6 @@ class LlamaConfig:
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        dtype_bits(self.dtype)
         if self.dtype not in DTYPES:
             raise SpecError(f"llama config: dtype is {self.dtype}, a llama computes in one of {', '.join(DTYPES)}")
         for name in _COUNTS:
@@ -85,7 +84,7 @@ class LlamaConfig:
             raise SpecError(
                 f"llama config: num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}"
             )
-        if self.head_dim < 2 or self.head_dim % 2:
+        if self.head_dim % 2:
             raise SpecError(f"llama config: head_dim {self.head_dim} is not even, and rotary embeddings turn pairs")
 
 
@@ -106,7 +105,10 @@ def load_llama_config(path: Path) -> LlamaConfig:
         raise SpecError(f"{file} is nested deeper than any config: give a model's folder") from None
     if not isinstance(values, dict):
         raise SpecError(f"{file} holds a {type(values).__name__}, not an object of settings")
-    return llama_config(values, str(file))
+    try:
+        return llama_config(values, str(file))
+    except SpecError as error:
+        raise SpecError(str(error).replace("llama config", str(file), 1)) from None
 
 
 def llama_config(values: Mapping[str, Any], where: str = "config") -> LlamaConfig:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -53,10 +53,21 @@ class BufferRow:
 
 
 class NamedBuffers(dict[str, Tensor]):
-    """Static tensors by name. An unknown name is a KeyError that lists the known ones."""
+    """Static tensors by name, whose bytes are written and read; a name stands for the same memory for good.
+
+    An unknown name is a KeyError that lists the known ones; another tensor in the place of one is a SpecError.
+    """
 
     def __missing__(self, name: object) -> Tensor:
         raise KeyError(f"no buffer {name!r} here; known: {', '.join(self) or 'none'}")
+
+    def _refuse(self, *arguments: object, **named: object) -> NoReturn:
+        raise SpecError(
+            "steps read and write these buffers where they lie, and would not see another tensor: write into the one "
+            "that is here, as in inputs['tokens'].copy_(tokens)"
+        )
+
+    __setitem__ = __delitem__ = __ior__ = update = setdefault = pop = popitem = clear = _refuse
 
 
 class RuntimeMemory:
@@ -165,14 +176,14 @@ class RuntimeMemory:
     @torch.inference_mode(False)  # a view made in that mode could not be written outside of it
     def buffers(self, shape: StepShape, role: BufferRole | None = None) -> NamedBuffers:
         """The buffers (of one role) as a step of `shape` sees them: caches by their first `batch_size` rows."""
-        tensors = NamedBuffers()
+        tensors: dict[str, Tensor] = {}
         for spec in self._buffer_specs[shape]:
             if role is not None and spec.role != role:
                 continue
             begin = self._buffer_offsets[spec.name]
             tensor = self._buffer_bytes[begin : begin + spec.num_bytes].view(torch_dtype(spec.dtype)).view(spec.shape)
             tensors[spec.name] = tensor[: shape.batch_size] if spec.role == "cache" else tensor
-        return tensors
+        return NamedBuffers(tensors)
 
     def buffer_table(self) -> tuple[BufferRow, ...]:
         """Everything a captured graph can see, by address."""

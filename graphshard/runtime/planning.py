@@ -98,7 +98,7 @@ def _refuse_saved(model: ModelSpec, saved: ShardManifest, made: Plan) -> None:
 
 def limits_of(timeout_s: float, hooks: Hooks | None, progress: bool) -> dict[str, Any]:
     """What `build_runtime` takes beside the plan. SpecError for a timeout that is none."""
-    if not 0 < timeout_s <= LONGEST_TIMEOUT_S:
+    if not isinstance(timeout_s, int | float) or not 0 < timeout_s <= LONGEST_TIMEOUT_S:
         longest = f"{LONGEST_TIMEOUT_S:.0f} (a day)"
-        raise SpecError(f"timeout_s={timeout_s} is not a time to wait: give seconds above 0, at most {longest}")
+        raise SpecError(f"timeout_s={timeout_s!r} is not a time to wait: give seconds above 0, at most {longest}")
     return {"timeout_s": timeout_s, "hooks": hooks or Hooks(), "progress": progress}

@@ -117,7 +117,9 @@ def _why_not_memory(func: OpOverload, args: Sequence[Any]) -> str | None:
 class HostReads(TorchFunctionMode):
     """Refuses calls that hand a tensor's bytes to the host without an ATen call that would show it."""
 
-    _refused = frozenset({Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.cpu})
+    _refused = frozenset(
+        {Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.cpu, Tensor.apply_, Tensor.map_, Tensor.map2_}
+    )
 
     def __init__(self) -> None:
         super().__init__()

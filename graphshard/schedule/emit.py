@@ -65,6 +65,7 @@ class _Emission:
     def __init__(self, model: ModelSpec, plan: Plan, modes: Sequence[Mode]) -> None:
         self.model, self.plan = model, plan
         stays = plan.residencies
+        _check_residencies(model, plan)
         self.order = issue_order([(stay.begin, stay.end) for stay in stays], plan.prefetch_depth, plan.head)
         self.reads = _reads(model, plan)
         self.unit_of = {name: unit.index for unit in plan.units for name in unit.weights}
@@ -172,6 +173,16 @@ class _Emission:
         last = [op for op in self.ops if isinstance(op, WaitOnce | RecordGate) and op.unit == unit]
         held = any(stay.unit == unit for stay in self.plan.residencies[: self.order.num_held])
         return is_here and (isinstance(last[-1], WaitOnce) if last else held)
+
+
+def _check_residencies(model: ModelSpec, plan: Plan) -> None:
+    num_units, num_segments = len(plan.units), len(model.segments)
+    for stay in plan.residencies:
+        is_placed = 0 <= stay.unit < num_units and 0 <= stay.slot < plan.num_slots
+        if not is_placed or not 0 <= stay.begin < stay.end <= num_segments:
+            raise SpecError(
+                f"{stay} is refused: there are {num_units} units, {plan.num_slots} slots and {num_segments} segments"
+            )
 
 
 def _sliced_blocks(model: ModelSpec, plan: Plan, modes: Sequence[Mode]) -> tuple[SlicedBlock, ...]:

@@ -1,4 +1,11 @@
-"""The verifier: proves an op list free of races before a byte is allocated. Imports core only."""
+"""The verifier: proves an op list free of races before a byte is allocated. Imports core only.
+
+`graphshard.verify` is this package and, called, its `verify`: importing a package binds its name in the one above it,
+whoever does so, and would hide a function of the same name there.
+"""
+
+import sys
+from types import ModuleType
 
 from graphshard.verify.interpreter import Outcome, explore
 from graphshard.verify.rank_interpreter import explore_ranks
@@ -25,3 +32,10 @@ __all__ = [
     "verify",
     "verify_sequences",
 ]
+
+
+class _Callable(ModuleType):
+    __call__ = staticmethod(verify)
+
+
+sys.modules[__name__].__class__ = _Callable

@@ -81,6 +81,9 @@ def _copy_problems(layout: Layout | None, unit: UnitLayout) -> Iterator[str]:
             yield f"copy {number} reads bytes {begin} to {source} of a chunk of {unit.chunk_bytes} B"
         if copy.slot_offset < 0 or target > unit.num_bytes:
             yield f"copy {number} writes bytes {copy.slot_offset} to {target} of {unit.num_bytes} B"
+        due = copy.source_rank * unit.chunk_bytes + begin
+        if not unit.slices and (copy.slot_offset != due or (copy.rows > 1 and copy.source_pitch != copy.slot_pitch)):
+            yield f"copy {number} brings byte {due} to byte {copy.slot_offset}"
     if unit.slices:
         yield from _slice_problems(layout, unit)
         return
@@ -139,6 +142,27 @@ def reads_inside_unit(facts: Facts) -> Iterator[Violation]:
                 yield Violation(11, None, unit.unit, None, f"{place}, inside weight {before}")
             if view.num_bytes:
                 end, before = max(end, view.offset + view.num_bytes), view.weight
+
+
+def views_are_the_weights(facts: Facts) -> Iterator[Violation]:
+    """R11: a weight's place has its shape, dtype, strides and bytes."""
+    model, layout = facts.model, facts.layout
+    if model is None or layout is None:
+        return
+    weights = {weight.name: weight for weight in model.weights}
+    placed = [(unit.unit, view) for unit in layout.units for view in unit.views]
+    for unit, view in [*placed, *((None, view) for view in layout.resident)]:
+        weight = weights.get(view.weight)
+        if weight is None:
+            yield Violation(11, None, unit, None, f"weight {view.weight} has a place, and the model has no such weight")
+            continue
+        found = (view.num_bytes, view.shape, view.dtype, view.strides)
+        if found != (weight.num_bytes, weight.shape, weight.dtype, weight.strides):
+            text = (
+                f"weight {weight.name} has a place of {view.num_bytes} B for {view.dtype} {list(view.shape)}, strides "
+                f"{view.strides}; it is {weight.num_bytes} B of {weight.dtype} {list(weight.shape)}, {weight.strides}"
+            )
+            yield Violation(11, None, unit, None, text)
 
 
 def segments_read_their_units(facts: Facts) -> Iterator[Violation]:

@@ -56,6 +56,7 @@ RULES: tuple[Rule, ...] = (
     Rule(9, "also where a gather left it", _races(9), over_pairs=True),
     Rule(9, "no event crosses a capture border", op_rules.events_stay_inside),
     Rule(11, "weights lie inside their unit", layout_rules.reads_inside_unit),
+    Rule(11, "a weight's place is as the weight is", layout_rules.views_are_the_weights),
     Rule(11, "a gemm names the units of its weights", layout_rules.segments_read_their_units),
     Rule(11, "what runs between steps reads no unit", layout_rules.folds_read_no_unit),
     Rule(11, "a block is the model's, and its weights are sliced", block_rules.blocks_are_the_models),

@@ -81,6 +81,11 @@ def test_a_place_that_cannot_be_written_is_this_machines_fault(shards: Path, tmp
         assert f"{tmp_path / 't' / 'v'} cannot be written" in answer.err
 
 
+def test_a_checkpoint_in_no_folder_is_a_bad_request(shards: Path, tmp_path: Path) -> None:
+    answer = here("reshard", shards, tmp_path / "none" / "t.safetensors", "--to-checkpoint")
+    assert answer.code == EXIT_BAD_REQUEST and "give a file in a folder that exists" in answer.err
+
+
 def test_it_needs_no_torch(shards: Path, tmp_path: Path) -> None:
     """A machine that only moves files starts at once, and has no need of one."""
     blocked = tmp_path / "blocked"

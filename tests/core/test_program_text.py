@@ -86,6 +86,10 @@ HEADER = "program num_slots=1 num_units=1 num_segments=1\n"
         ),
         (HEADER + "gemm layer=- segment=q units=0;1 stream=compute begin=0 end=1", r"units is '0;1'"),
         (HEADER + 'gemm layer=- segment="\\q" units=0 stream=compute begin=0 end=1', r"segment is not a word"),
+        (
+            HEADER.replace("\n", " num_ops=1\n"),
+            r"the text: num_ops is 1, and there are 0 ops; correct it, or leave it out",
+        ),
         (HEADER + "outside wait_once unit=0 slot=0 stream=compute", r"line 2: only ag_launch can be outside"),
     ],
 )

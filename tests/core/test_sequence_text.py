@@ -102,6 +102,10 @@ def test_a_graph_is_found_by_name_or_named() -> None:
         ("sequence\nprefetch_wait graph=d unit=x slot=0 stream=compute", r"unit is 'x', which is not a whole number"),
         ("sequence\nfold graph=d segment=f units=0;1 stream=compute", r"units is '0;1'"),
         ("sequence\nheld graph=d unit=0 slot=0", r"line 2: held is a state of entry or exit, not an op"),
+        (
+            "sequence num_ops=2\nreplay graph=d stream=compute",
+            r"num_ops is 2, and there are 1 ops; correct it, or leave it out",
+        ),
         ("sequence\nentry replay graph=d stream=compute", r"line 2: only prefetch_launch and held are states"),
     ],
 )

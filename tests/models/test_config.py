@@ -72,7 +72,7 @@ def test_rope_of_either_generation(more: dict[str, Any], rope: RopeConfig) -> No
         ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_scaling: rope_type is 'yarn'; supported are default"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling: factor is missing"),
         ({"rope_scaling": 2}, "rope_scaling is 2, not an object"),
-        ({"dtype": "float33"}, "unknown dtype 'float33'"),
+        ({"dtype": "float33"}, "dtype is float33, a llama computes in one of"),
         ({"eos_token_id": "x"}, "eos_token_id is 'x', not an integer"),
         ({"eos_token_id": [1, "x"]}, "eos_token_id holds 'x', not an integer"),
         ({"eos_token_id": [True]}, "eos_token_id holds True, not an integer"),
@@ -106,6 +106,13 @@ def test_files(tmp_path: Path) -> None:
     file.write_text(json.dumps({}))
     with pytest.raises(SpecError, match=r"config\.json: model_type is missing"):
         load_llama_config(tmp_path)
+    for change, says in (
+        ({"num_attention_heads": 6, "head_dim": 16, "num_key_value_heads": 4}, "num_heads 6 is not a multiple"),
+        ({"head_dim": 0}, "head_dim is 0, must be at least 1"),
+    ):
+        file.write_text(json.dumps(SETTINGS | change))
+        with pytest.raises(SpecError, match=rf"config\.json: {says}"):
+            load_llama_config(tmp_path)
     file.write_text('{"a": ' + "[" * 200_000)
     with pytest.raises(SpecError, match=r"config\.json is nested deeper than any config"):
         load_llama_config(tmp_path)

@@ -52,6 +52,32 @@ def test_state_dicts_are_right_on_any_submodule_and_around(check: bool) -> None:
     assert run_on_ranks(states_of, 2, check) == [[True] * 12, [True] * 2]
 
 
+def test_a_state_dict_under_other_names_is_refused() -> None:
+    def rename(module: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
+        state[f"{prefix}kernel"] = state.pop(f"{prefix}weight")
+
+    module = random_stack()
+    module.layers[1].up.register_state_dict_post_hook(rename)  # type: ignore[no-untyped-call]
+    with attach(module) as attached:
+        with pytest.raises(graphshard.ProgramError, match=r"state_dict would save, .*; .* whole_weight"):
+            module.state_dict()
+        attached.detach()
+    assert "layers.1.up.kernel" in module.state_dict()
+
+
+def test_modules_that_save_in_a_way_of_their_own_are_refused() -> None:
+    class Saving(nn.Linear):
+        def get_extra_state(self) -> Tensor:
+            return self.weight.sum()
+
+        def set_extra_state(self, state: Tensor) -> None: ...
+
+    module = random_stack()
+    module.layers[0].up = Saving(WIDTH, module.layers[0].up.out_features)
+    with attach(module), pytest.raises(graphshard.ProgramError, match="state_dict would save, in a way of its own"):
+        module.state_dict()
+
+
 def test_a_state_dict_owns_its_tensors_and_can_be_saved() -> None:
     module, file = random_stack(), io.BytesIO()
     expected = random_stack().state_dict()

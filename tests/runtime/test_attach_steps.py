@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,6 +17,7 @@ from census import no_growth
 from fault_tools import InThread
 from small_modules import WIDTH, Stack, attach, equal, in_order, inputs, outputs, random_stack, twin
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import graphshard
 
@@ -175,6 +179,63 @@ def test_autograd_is_refused_with_the_way_out() -> None:
             module(x.clone().requires_grad_())
 
 
+@dataclass
+class Box:
+    """What torch's pytrees do not open."""
+
+    x: Tensor
+
+
+def test_gradients_that_arguments_do_not_show_are_refused() -> None:
+    def call(stack: Stack, x: Tensor) -> Tensor:
+        for layer in stack.layers:
+            x = layer(Box(x))
+        return x
+
+    module = random_stack().requires_grad_(False)
+    module.call = call
+    for layer in module.layers:
+        layer.forward = partial(unboxed, layer.forward)  # type: ignore[assignment]
+    x = inputs()[0]
+    with attach(module):
+        right = module(x)
+        with pytest.raises(graphshard.ProgramError, match=r"layer 0 .* gave a result that requires a gradient"):
+            module(x.clone().requires_grad_())
+        assert torch.equal(module(x), right)
+
+
+def unboxed(forward: Callable[[Tensor], Tensor], box: Box) -> Tensor:
+    """The layer's own forward."""
+    return forward(box.x)
+
+
+def test_a_layer_that_turns_autograd_on_itself_is_refused() -> None:
+    module = random_stack()
+    module.layers[1].forward = torch.enable_grad()(module.layers[1].forward)  # type: ignore[assignment, arg-type]
+    with (
+        attach(module),
+        torch.no_grad(),
+        pytest.raises(graphshard.ProgramError, match=r"layer 1 .* gave a result that"),
+    ):
+        module(inputs()[0])
+
+
+def test_a_loop_with_autograd_on_is_refused() -> None:
+    with attach(random_stack(), own_loop=True) as attached:
+        with pytest.raises(
+            graphshard.ProgramError, match=r"autograd on and parameters .*inference_mode\(\) or no_grad"
+        ):
+            attached.begin_step()
+        with torch.no_grad():
+            attached.begin_step().abort()
+
+
+def test_make_fx_is_refused() -> None:
+    module = random_stack()
+    with attach(module), torch.no_grad(), pytest.raises(graphshard.ProgramError, match="make_fx would keep the bytes"):
+        make_fx(module)(inputs()[0])
+
+
 def test_attaching_and_detaching_in_inference_mode() -> None:
     module = random_stack()
     right = outputs(module)
@@ -217,3 +278,8 @@ def test_whoever_mixes_hooks_and_loops_is_told() -> None:
         with contextlib.suppress(graphshard.ProgramError):
             attached.runtime.capture()
         assert equal(outputs(module), right)
+
+
+def test_check_needs_the_hooks() -> None:
+    with pytest.raises(graphshard.SpecError, match=r"check=True sees reads through the module's hooks"):
+        attach(random_stack(), own_loop=True, check=True)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+import operator
 import os
 import signal
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +20,8 @@ from ranks import try_on_ranks
 import graphshard
 from graphshard._core import Memory, Stream, Word
 from graphshard.comm.group import Group, LocalGroup
-from graphshard.core.specs import BufferSpec, DeviceSpec, StepShape
+from graphshard.core.plan import Plan
+from graphshard.core.specs import BufferSpec, StepShape
 from graphshard.device import open_device
 from graphshard.runtime.model import Segment, StepState
 
@@ -44,14 +48,6 @@ def test_two_segments_of_one_name_are_refused() -> None:
     first = model.segments[0].spec
     with pytest.raises(graphshard.SpecError, match=r"two segments are called layers\.0\.s0"):
         graphshard.ModelSpec("twice", tuple(model.weights), (first, first))
-
-
-def test_an_unknown_transport_is_not_replaced_by_another() -> None:
-    model = ByteModel(LAYERS)
-    plan = graphshard.make_plan(model.spec(), 1, DeviceSpec("host", "any", 2**62), units="layer", min_shard_bytes=0)
-    other = replace(plan, transport="gloo")
-    with pytest.raises(graphshard.CommError, match="transport gloo is unknown; known are pull, nccl"):
-        graphshard.compile(model, LocalGroup(1)[0], checkpoint=model.tensors(), plan=other)
 
 
 @pytest.mark.parametrize("what", ["run", "capture", "prefetch", "begin_step", "admit", "close"])
@@ -138,3 +134,59 @@ def test_a_size_that_no_step_has_is_refused_and_a_name_that_no_buffer_has_lists_
         with pytest.raises(KeyError, match=rf"no buffer 'tok' here; known: .*{name}"):
             step.outputs["tok"]
         assert "tok" not in step.outputs and step.outputs.get("tok") is None
+
+
+def test_no_other_tensor_takes_a_buffers_place() -> None:
+    """A step would go on with the old one."""
+    model = ByteModel(LAYERS)
+    with compile_bytes(LocalGroup(1)[0], model) as runtime:
+        outputs = runtime.graph(1).outputs
+        name, tensor = next(iter(outputs.items()))
+        changes: list[Callable[[], object]] = [
+            lambda: outputs.update({name: tensor}),  # type: ignore[attr-defined]
+            lambda: operator.setitem(outputs, name, tensor),  # type: ignore[arg-type]
+            lambda: operator.delitem(outputs, name),  # type: ignore[arg-type]
+            lambda: outputs.pop(name),  # type: ignore[attr-defined]
+        ]
+        for change in changes:
+            with pytest.raises(graphshard.SpecError, match=r"write into the one that is here, as in .*copy_"):
+                change()
+        assert outputs[name] is tensor
+
+
+@pytest.mark.parametrize("sizes", [5, [(1, 2, 3)], None], ids=str)
+def test_capture_sizes_that_are_no_sizes(sizes: Any) -> None:
+    with pytest.raises(graphshard.SpecError, match=r"capture_sizes is .*as in \[1, 8\] or \[\(1, 4\)\]"):
+        compile_bytes(LocalGroup(1)[0], ByteModel(LAYERS), capture_sizes=sizes)
+
+
+def test_whoever_gives_all_ranks_groups_or_no_device_is_told() -> None:
+    model = ByteModel(LAYERS)
+    with pytest.raises(graphshard.SpecError, match=r"group is of type LocalGroup: give what .*LocalGroup\(n\)\[rank\]"):
+        compile_bytes(LocalGroup(1), model)  # type: ignore[arg-type]
+    with pytest.raises(graphshard.SpecError, match="device is of type NoneType: give 'host'"):
+        compile_bytes(LocalGroup(1)[0], model, device=None)
+
+
+def test_verify_is_called_and_imported_whatever_came_first() -> None:
+    with compile_bytes(LocalGroup(1)[0], ByteModel(LAYERS)) as runtime:
+        for verify in (graphshard.verify, importlib.import_module("graphshard.verify"), graphshard.verify):
+            assert all(verify(program, runtime.layout).is_good for program in runtime.programs.values())
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda plan: {"executor": "zz"}, "unknown executor 'zz'; known: cooperative, threaded"),
+        (lambda plan: {"transport": "push"}, "unknown transport 'push'; known: pull, nccl"),
+        (lambda plan: {"residencies": list(plan.residencies)}, "residencies is of type list; give a tuple"),
+        (lambda plan: {"num_slots": 0}, "is refused: there are 3 units, 0 slots and 3 segments"),
+        (lambda plan: {"units": plan.units[:2]}, "is refused: there are 2 units"),
+        (lambda plan: {"residencies": (replace(plan.residencies[0], end=99),)}, "is refused: there are 3 units"),
+    ],
+)
+def test_plans_that_cannot_be(change: Callable[[Plan], dict[str, Any]], says: str) -> None:
+    with compile_bytes(LocalGroup(1)[0], ByteModel(LAYERS), units="layer") as runtime:
+        plan = runtime.plan
+    with pytest.raises(graphshard.SpecError, match=says):
+        graphshard.emit(ByteModel(LAYERS).spec(), replace(plan, **change(plan)))

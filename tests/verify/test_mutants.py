@@ -212,6 +212,7 @@ def _layout_mutants(layout: Layout) -> Iterator[tuple[str, Layout, int]]:
         "copy behind the unit": {"slot_offset": unit.num_bytes},
         "copy of another chunk": {"source_offset": unit.copies[0].source_offset + unit.chunk_bytes},
         "copy of a rank that is not there": {"source_rank": layout.world_size},
+        "copy of another rank": {"source_rank": unit.copies[1].source_rank},
     }.items():
         yield name, with_unit(copies=(replace(unit.copies[0], **change), *unit.copies[1:])), 7
     view = unit.views[0]
@@ -220,6 +221,11 @@ def _layout_mutants(layout: Layout) -> Iterator[tuple[str, Layout, int]]:
         "view too long": {"num_bytes": unit.num_bytes + 1},
         "view off its alignment": {"offset": view.offset + 16},
         "view on another weight": {"offset": unit.views[1].offset},
+        "view too short": {"num_bytes": view.num_bytes - 1},
+        "view of another dtype": {"dtype": "int64"},
+        "view of another shape": {"shape": (*view.shape, 1)},
+        "view of other strides": {"strides": (1,) * len(view.shape)},
+        "view of a weight that is not there": {"weight": "nobody's"},
     }.items():
         yield name, with_unit(views=(replace(view, **change), *unit.views[1:])), 11
     yield "weight not placed", with_unit(views=unit.views[1:]), 11

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from graphshard.comm.group import Group
-from graphshard.core.errors import GraphshardError, ProgramError
+from graphshard.core.errors import GraphshardError, ProgramError, SpecError
 from graphshard.core.plan import Plan
 from graphshard.core.sizes import format_bytes
 from graphshard.core.specs import ModelSpec
@@ -36,6 +36,15 @@ from graphshard.runtime.update.report import UpdateReport
 from graphshard.runtime.weights.fill import SourceFiller
 from graphshard.runtime.weights.replicated import check_replicated
 from graphshard.runtime.weights.whole import whole_weight
+
+
+def refuse_unwatched(check: bool, own_loop: bool) -> None:
+    """SpecError for `check` without the hooks through which it sees calls."""
+    if check and own_loop:
+        raise SpecError(
+            "check=True sees reads through the module's hooks, and own_loop=True installs none: check the module as it "
+            "is called, then attach it with own_loop=True alone"
+        )
 
 
 class Attached:
@@ -82,6 +91,12 @@ class Attached:
         if self._hooks is not None:
             raise ProgramError(
                 "this module's own hooks begin its steps: attach it with own_loop=True, or call the module"
+            )
+        parameters = (parameter for layer in self.layers.layers for parameter in layer.parameters())
+        if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in parameters):
+            raise ProgramError(
+                "a step was begun with autograd on and parameters that require a gradient: weights are overwritten "
+                "before any backward; run the loop under torch.inference_mode() or no_grad()"
             )
         return self.runtime.begin_step()
 

@@ -119,10 +119,21 @@ def _unless_nothing_changes(inner: nn.Module, refuse: Callable[..., Any]) -> Cal
 def _gathered(holders: Sequence[Holder], whole: Callable[[str], Tensor]) -> Callable[..., None]:
     def replace(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: object) -> None:
         for holder in holders:
-            if holder.holds and prefix + holder.attribute in state_dict:
-                state_dict[prefix + holder.attribute] = whole(holder.weight)
+            if not holder.holds:
+                continue
+            key = prefix + holder.attribute
+            if key not in state_dict or _saves_in_its_own_way(module):
+                what = "state_dict would save, in a way of its own or under other names,"
+                _refusal(type(module).__name__, what, "take whole_weight(name) of each weight")()
+            state_dict[key] = whole(holder.weight)
 
     return replace
+
+
+def _saves_in_its_own_way(module: nn.Module) -> bool:
+    """Whether what it saves may be made of a weight's bytes otherwise than by its name."""
+    theirs = (type(module)._save_to_state_dict, type(module).get_extra_state)
+    return theirs != (nn.Module._save_to_state_dict, nn.Module.get_extra_state)
 
 
 def _refuse_load(module: nn.Module, *arguments: object) -> None:

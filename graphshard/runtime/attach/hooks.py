@@ -70,6 +70,7 @@ class LayerHooks:
             if step is None:
                 raise ProgramError(f"{self._name(index)} ended, but its step was given up while it ran")
             step.after_layer(index)
+            self._refuse_backward(index, result)
             if step.due is None and self._ends_by_itself:
                 step.end()
 
@@ -96,6 +97,11 @@ class LayerHooks:
             raise ProgramError(
                 "torch.jit.trace would keep the bytes that slots hold now, not the weights; trace the module before it "
                 "is attached, or after detach()"
+            )
+        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
+            raise ProgramError(
+                "make_fx would keep the bytes that slots hold now, not the weights; trace the module before it is "
+                "attached, or after detach()"
             )
         step = self._runtime.begin_step()
         self._step, self._ends_by_itself = step, ends_by_itself
@@ -144,4 +150,13 @@ class LayerHooks:
             raise ProgramError(
                 f"{self._name(index)} was called with autograd on and an input or parameter that requires a gradient: "
                 "its weights are overwritten before any backward; run it under torch.inference_mode() or no_grad()"
+            )
+
+    def _refuse_backward(self, index: int, result: object) -> None:
+        """What the call's arguments did not show: inputs inside objects, layers that turn autograd on themselves."""
+        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_iter(result)):
+            self._abort()
+            raise ProgramError(
+                f"{self._name(index)} gave a result that requires a gradient, and its weights are overwritten before "
+                "any backward; run it under torch.inference_mode(), or give it inputs that require none"
             )

@@ -23,7 +23,7 @@ from graphshard.core.errors import GraphshardError, LoadError, ProgramError, Spe
 from graphshard.core.plan import Plan
 from graphshard.core.sizes import format_bytes
 from graphshard.device.base import Device
-from graphshard.runtime.attach.attached import Attached
+from graphshard.runtime.attach.attached import Attached, refuse_unwatched
 from graphshard.runtime.attach.layers import LayerStack, find_layers
 from graphshard.runtime.attach.spec import ModuleSegments
 from graphshard.runtime.bind import Hooks
@@ -149,6 +149,7 @@ class Prepared:
         """
         if self._is_over:
             raise ProgramError(f"finalize() was called again: {self._is_over}")
+        refuse_unwatched(check, own_loop)
         limits = limits_of(timeout_s, hooks, progress)
         defaults = {} if isinstance(plan, Plan) or plan == "replicated" else self._rules.plan_choices()
         request = PlanRequest(plan, {**defaults, **choices}, hardware, defaults={"units": "layer"})
