@@ -1,4 +1,6 @@
 // The C API of op lists and of the steps that are captured from them.
+#include <algorithm>
+
 #include "embed/handles.h"
 
 namespace graphshard {
@@ -53,7 +55,7 @@ static_assert(GS_OP_RECORD == static_cast<int>(OpKind::kRecord) && GS_OP_WAIT ==
   throw std::invalid_argument("op " + std::to_string(index) + ": " + reason);
 }
 
-Op to_op(const gs_op& given, size_t index) {
+Op to_op(const gs_op& given, size_t index, size_t num_calls) {
   if (given.kind >= GS_OP_COUNT) refuse(index, "kind " + std::to_string(given.kind) + " is unknown");
   Op op;
   op.kind = static_cast<OpKind>(given.kind);
@@ -68,6 +70,13 @@ Op to_op(const gs_op& given, size_t index) {
   op.source_pitch = given.source_pitch;
   op.num_elements = given.num_elements;
   if (op.kind == OpKind::kFill && op.value > UINT8_MAX) refuse(index, "a fill's value is a byte");
+  if (op.kind == OpKind::kCall && op.index >= num_calls) {
+    refuse(index, "call " + std::to_string(op.index) + " of " + std::to_string(num_calls));
+  }
+  const bool is_narrow = std::min(op.destination_pitch, op.source_pitch) < op.num_bytes;
+  if (op.kind == OpKind::kCopy2d && op.rows > 1 && is_narrow) {
+    refuse(index, "a pitch is less than a row's " + std::to_string(op.num_bytes) + " bytes");
+  }
   const bool is_type = op.value == GS_FLOAT16 || op.value == GS_FLOAT32 || op.value == GS_BFLOAT16;
   if (op.kind == OpKind::kReduceScatter && !is_type) refuse(index, "a reduce-scatter's value is a gs_type");
   return op;
@@ -99,7 +108,7 @@ std::unique_ptr<gs_list> make_list(Driver& driver, const gs_list_desc& desc) {
     streams.push_back(desc.streams[i]->stream);
   }
   std::vector<Op> ops;
-  for (size_t i = 0; i < desc.num_ops; ++i) ops.push_back(to_op(desc.ops[i], i));
+  for (size_t i = 0; i < desc.num_ops; ++i) ops.push_back(to_op(desc.ops[i], i, desc.num_calls));
   BoundOps::Collectives collectives;
   for (size_t i = 0; i < desc.num_collectives; ++i) {
     collectives.push_back(std::make_shared<CallerCollective>(desc.collectives[i]));

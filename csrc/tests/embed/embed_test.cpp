@@ -146,6 +146,13 @@ void test_misuse(gs_driver* driver) {
                 "a fill's value is a byte");
   require_error(rig.try_list({make_copy(rig.at(4000), rig.at(0), 97)}, &list), GS_ERROR_DRIVER, "run past the end");
   require_error(rig.try_list({make_op(GS_OP_CALL)}, &list, {{nullptr, nullptr}}), GS_ERROR_INVALID, "function is NULL");
+  require_error(rig.try_list({make_op(GS_OP_CALL)}, &list), GS_ERROR_INVALID, "op 0: call 0 of 0");
+  gs_op narrow = make_copy(rig.at(256), rig.at(0), 9);
+  narrow.kind = GS_OP_COPY_2D;
+  narrow.destination_pitch = 16;
+  narrow.source_pitch = 8;
+  narrow.rows = 2;
+  require_error(rig.try_list({narrow}, &list), GS_ERROR_INVALID, "op 0: a pitch is less than a row's 9 bytes");
   check(rig.try_list({make_op(GS_OP_RECORD, 1, 0)}, &list));
   gs_step_desc desc = GS_STEP_DESC_INIT;
   require_error(gs_step_capture(list, &desc, &step), GS_ERROR_DRIVER, "has not joined it");
