@@ -168,6 +168,13 @@ class HardwareSpec:
         may_be_zero |= {"activation_t0_us"} | {f"measured {one.key}" for one in self.measured}
         numbers |= {f"measured {one.key}": one.us for one in self.measured}
         for name, value in numbers.items():
-            is_number = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool) and _is_finite(value)
             if not is_number or value < 0 or (value == 0 and name not in may_be_zero):
                 raise SpecError(f"hardware {self.name}: {name} is {value!r}; it is a number above 0")
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return isfinite(value)
+    except OverflowError:  # a whole number beyond all floats
+        return False

@@ -48,7 +48,7 @@ def _absent(facts: Facts, race: Race) -> Violation:
             return _gate_before_read(facts, read, race.slot, gate)
         text = f"{_reads(facts, race)}, which is neither gathered before nor held at entry"
         return _violation(2, read.step, read.op, read.unit, None, text)
-    wants_entry = program.entry[race.slot] == read.unit if race.slot < len(program.entry) else False
+    wants_entry = 0 <= race.slot < len(program.entry) and program.entry[race.slot] == read.unit
     if wants_entry and read.step == 1 and (held is None or held.step == 0):
         found = "nothing" if held is None else f"unit {held.unit} ({_source(facts, held)})"
         text = f"{_reads(facts, race)}, held at entry, but the step before leaves {found} there"

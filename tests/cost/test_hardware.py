@@ -71,6 +71,7 @@ def test_a_file_is_a_round_trip(tmp_path: Path) -> None:
     [
         ({"kind": "tpu"}, "kind is 'tpu'; known are cuda, host"),
         ({"speed": 1}, "unknown keys speed; known are name"),
+        ({"memory_bytes": 10**400}, "memory_bytes is 1000000"),
         ({"memory_bytes": -1}, "memory_bytes is -1; it is a number above 0"),
         ({"memory_bytes": "8GiB"}, "memory_bytes is '8GiB'"),
         ({"links": [{"transport": "pull"}]}, "lacks 'bytes_per_s'"),

@@ -10,6 +10,7 @@ from verify_cases import INSIDE, TAIL, model_of, plan_of, program_of
 from graphshard.core.errors import ProgramError
 from graphshard.core.layout import build_layout
 from graphshard.core.lowering import Wait, lower
+from graphshard.core.ops import WaitOnce
 from graphshard.core.program import Program
 from graphshard.core.specs import StepShape
 from graphshard.verify import RULE_NAMES, RULES, compare_ranks, verify
@@ -82,6 +83,12 @@ def test_indices_that_do_not_exist() -> None:
         "  R1 indices-exist     op 10 gemm layer=2 segment=proj runs segments 2 to 4, but segment 2 of 3 is next"
         in lines
     )
+
+
+def test_a_slot_far_below_zero_is_none() -> None:
+    ops = tuple(replace(op, slot=-256) if isinstance(op, WaitOnce) else op for op in Program.parse(INSIDE).ops)
+    lines = error_of(replace(Program.parse(INSIDE), ops=ops))
+    assert any(line.startswith("  R1") and "there is no slot -256; units are 0 to 2" in line for line in lines)
 
 
 def test_a_unit_that_is_nowhere() -> None:

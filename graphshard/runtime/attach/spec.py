@@ -177,7 +177,7 @@ def _refuse_module(module: nn.Module, stack: LayerStack, is_finalized: bool) -> 
             )
     for layer, names in zip(stack.layers, stack.names, strict=True):
         if ATTACHED in layer.__dict__:
-            raise SpecError(f"{names[0]} is attached already: detach() it first")
+            raise SpecError(f"{names[0]} is attached already: detach() it first, or load it anew if it was closed")
         if PREPARED in layer.__dict__ and not is_finalized:
             raise SpecError(
                 f"{names[0]} was prepared before, and shows placeholders or rows: finalize() that, or make the "
