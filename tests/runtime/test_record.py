@@ -315,6 +315,8 @@ REFUSED: list[tuple[str, Callable[[Tensor], object]]] = [
     ("Tensor.__array__", lambda x: np.asarray(x)),
     ("Tensor.tolist", lambda x: x.tolist()),
     ("Tensor.cpu", lambda x: x.cpu()),
+    ("Tensor.apply_", lambda x: x.apply_(abs)),  # type: ignore[no-untyped-call]
+    ("Tensor.map_", lambda x: x.map_(x, max)),
     ("aten.empty", lambda x: x + torch.empty(3, device="meta")),
 ]
 
