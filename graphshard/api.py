@@ -17,7 +17,7 @@ from graphshard.core.specs import StepShape
 from graphshard.device import Device, open_device
 from graphshard.load.recipe import Recipes
 from graphshard.load.shard_folder import ShardFolder
-from graphshard.runtime.attach import Attached, attach_module, refuse_unwatched
+from graphshard.runtime.attach import Attached, attach_module, ways_to_call
 from graphshard.runtime.bind import Hooks
 from graphshard.runtime.borrowing import Borrowed, borrow_weights
 from graphshard.runtime.build import Agreed, agree_on_device, build_runtime
@@ -121,8 +121,7 @@ def attach(
     Raises:
         SpecError: the module cannot be attached: on all ranks, before it is changed. Other errors as in `compile`.
     """
-    refuse_unwatched(check, own_loop)
-    settings = limits_of(timeout_s, hooks, progress) | {"check": check, "own_loop": own_loop}
+    settings = limits_of(timeout_s, hooks, progress) | ways_to_call(check, own_loop)
     device = _attachable(_opened(device, group))
     request = PlanRequest(plan, choices, hardware, defaults={"units": "layer"})
     with agree_on_device(group, device) as agreed:

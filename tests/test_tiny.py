@@ -59,9 +59,8 @@ def test_the_program_is_verified_and_a_broken_one_is_refused() -> None:
     plan = graphshard.make_plan(model.spec(), 2, DEVICE, min_shard_bytes=0, units="layer", prefetch_depth=1)
     program = graphshard.emit(model.spec(), plan)
     assert verify(program).is_good
-    broken = graphshard.Program.parse(
-        "\n".join(line for line in program.text().splitlines() if "wait_once unit=1 " not in line)
-    )
+    text = program.text().replace(f" num_ops={len(program.ops)}", "")  # it is compared with the ops that are there
+    broken = graphshard.Program.parse("\n".join(line for line in text.splitlines() if "wait_once unit=1 " not in line))
     report = verify(broken)
     assert 3 in report.rules
     print(report.text())

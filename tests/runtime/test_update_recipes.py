@@ -208,7 +208,7 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Tensor]], Any], dict[str, Any], str
         {},
         "Tensor was given; give pairs of a name and a tensor",
     ),
-    "nothing to look through": (lambda tensors: None, {}, "NoneType: give pairs of a name and a tensor, or a mapping"),
+    "nothing to look through": (lambda tensors: None, {}, "NoneType was given; give pairs of a name and a tensor"),
     "a text": (lambda tensors: "model.safetensors", {}, "str was given; give pairs of a name and a tensor"),
     "some weights, and not said which": (
         lambda tensors: {"plain": tensors["plain"]},

@@ -1,5 +1,5 @@
 """Attaching: any module with a list of layers, sharded in place."""
 
-from graphshard.runtime.attach.attached import Attached, attach_module, refuse_unwatched
+from graphshard.runtime.attach.attached import Attached, attach_module, ways_to_call
 
-__all__ = ["Attached", "attach_module", "refuse_unwatched"]
+__all__ = ["Attached", "attach_module", "ways_to_call"]

@@ -38,13 +38,14 @@ from graphshard.runtime.weights.replicated import check_replicated
 from graphshard.runtime.weights.whole import whole_weight
 
 
-def refuse_unwatched(check: bool, own_loop: bool) -> None:
-    """SpecError for `check` without the hooks through which it sees calls."""
+def ways_to_call(check: bool, own_loop: bool) -> dict[str, bool]:
+    """Both, as `Attached` takes them; SpecError for `check` without the hooks through which it sees calls."""
     if check and own_loop:
         raise SpecError(
             "check=True sees reads through the module's hooks, and own_loop=True installs none: check the module as it "
             "is called, then attach it with own_loop=True alone"
         )
+    return {"check": check, "own_loop": own_loop}
 
 
 class Attached:

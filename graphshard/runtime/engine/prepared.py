@@ -23,7 +23,7 @@ from graphshard.core.errors import GraphshardError, LoadError, ProgramError, Spe
 from graphshard.core.plan import Plan
 from graphshard.core.sizes import format_bytes
 from graphshard.device.base import Device
-from graphshard.runtime.attach.attached import Attached, refuse_unwatched
+from graphshard.runtime.attach.attached import Attached, ways_to_call
 from graphshard.runtime.attach.layers import LayerStack, find_layers
 from graphshard.runtime.attach.spec import ModuleSegments
 from graphshard.runtime.bind import Hooks
@@ -149,8 +149,7 @@ class Prepared:
         """
         if self._is_over:
             raise ProgramError(f"finalize() was called again: {self._is_over}")
-        refuse_unwatched(check, own_loop)
-        limits = limits_of(timeout_s, hooks, progress)
+        limits, ways = limits_of(timeout_s, hooks, progress), ways_to_call(check, own_loop)
         defaults = {} if isinstance(plan, Plan) or plan == "replicated" else self._rules.plan_choices()
         request = PlanRequest(plan, {**defaults, **choices}, hardware, defaults={"units": "layer"})
         self._wait_for_loaders()
@@ -162,7 +161,7 @@ class Prepared:
             model = standing.spec.model
             compiled = self.group.agree("plan", lambda: compile_request(model, self.group, agreed, request))
             runtime = self._build(standing, compiled, agreed, limits)
-            return self._attach(standing, runtime, check, own_loop)
+            return self._attach(standing, runtime, ways)
 
     @property
     def freed_bytes(self) -> int:
@@ -213,7 +212,7 @@ class Prepared:
             self._is_over = f"{counted(filler.num_released, 'weight')} of the module are gone, as finalize() failed"
             raise type(error)(f"{error}. {self._is_over}: make it anew, prepare and load it again") from error
 
-    def _attach(self, standing: Standing, runtime: Runtime, check: bool, own_loop: bool) -> Attached:
+    def _attach(self, standing: Standing, runtime: Runtime, ways: dict[str, bool]) -> Attached:
         self._guard.remove()
         self._is_over = "the module was finalized"
         self._give_loaders({name: standing.spec.parameters[name] for name in standing.rows})  # processing made new ones
@@ -223,8 +222,7 @@ class Prepared:
             self._stack,
             standing.spec,
             runtime,
-            check=check,
-            own_loop=own_loop,
+            **ways,
             since="finalize()",
             notes=notes,
         )

@@ -88,7 +88,7 @@ class Staging:
             LoadError: all that is missing, unknown, given twice, or of another dtype or shape, in one message.
         """
         given: list[str] = []
-        for name, tensor in map(_pair, tensors):
+        for name, tensor in map(_pair, tensors if isinstance(tensors, Iterable) else (tensors,)):
             if name in self.checksums:
                 self._accounting.twice(name)
                 continue

@@ -26,7 +26,7 @@ from graphshard.comm.group import Group
 from graphshard.comm.rejoin import Newcomer
 from graphshard.comm.verdict import Verdict
 from graphshard.core.counts import which_ranks
-from graphshard.core.errors import CommError, DeviceError, GraphshardError, ProgramError, SpecError
+from graphshard.core.errors import CommError, DeviceError, GraphshardError, ProgramError
 from graphshard.core.specs import StepShape
 from graphshard.load.accounting import check_unknown
 from graphshard.load.recipe import Recipes
@@ -223,10 +223,6 @@ class Updating(Stepping):
         keep: str | Iterable[str],
     ) -> tuple[Selection, Staging]:
         self.check_open()
-        if not isinstance(tensors, Iterable):
-            raise SpecError(
-                f"tensors is of type {type(tensors).__name__}: give pairs of a name and a tensor, or a mapping"
-            )
         self._alignment.check("an update")
         if self._lender is not None:
             self._lender.check_lends(self.model.borrowed)
