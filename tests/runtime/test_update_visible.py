@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +24,7 @@ OUTPUT = "layers.0.s0:bytes.0.w0"
 
 
 def move_buffer(runtime: Runtime, name: str = "step") -> Callable[[], None]:
-    """A server gives a step another tensor in a buffer's place; what is returned puts it back."""
+    """A step has another tensor in a buffer's place; what is returned puts it back."""
     return _exchange(runtime.state(SHAPE)._buffers, name)  # type: ignore[arg-type]
 
 
@@ -40,11 +41,12 @@ def move_resident(runtime: Runtime) -> Callable[[], None]:
 
 
 def _exchange(holder: Any, key: Any) -> Callable[[], None]:
+    put = dict.__setitem__ if isinstance(holder, dict) else operator.setitem  # buffers refuse it by themselves
     old = holder[key]
-    holder[key] = old.clone()
+    put(holder, key, old.clone())
 
     def back() -> None:
-        holder[key] = old
+        put(holder, key, old)
 
     return back
 
