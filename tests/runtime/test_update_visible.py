@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-import weakref
 import operator
+import weakref
 from collections.abc import Callable
 from typing import Any
 
