@@ -43,12 +43,12 @@ void stream_bytes(char* destination, const char* source, size_t num_bytes) {
   _mm_sfence();  // streaming stores are ordered by nothing else, and a release store announces these bytes
 }
 
-// From here on a source is taken to lie in memory, as weights do. libc's loop waits for each line then, and gives up the
-// processor's string copy at the size of a level-2 cache. Where the processor says that its string copy is fast, that is
-// 1.1 times libc's rate at 3.5 MB; steps at batch 1 took 5 to 8 % less CPU time for it. Where it does not (AMD's Zen 1:
-// 1.8 MB at a time into 3.5 MB, two cores copying), lines asked for ahead come at 1.6 times libc's rate and 1.3 times
-// the string copy's, and past the outer caches, which keep what was written. Two places at once are 4 % faster than one.
-// The price: a source that does lie in the cache is read at half of libc's rate.
+// From here on a source is taken to lie in memory, as weights do. libc's loop waits for each line then, and gives up
+// the processor's string copy at the size of a level-2 cache. Where the processor says that its string copy is fast,
+// that is 1.1 times libc's rate at 3.5 MB; steps at batch 1 took 5 to 8 % less CPU time for it. Where it does not
+// (AMD's Zen 1: 1.8 MB at a time into 3.5 MB, two cores copying), lines asked for ahead come at 1.6 times libc's rate
+// and 1.3 times the string copy's, and past the outer caches, which keep what was written. Two places at once are 4 %
+// faster than one. The price: a source that does lie in the cache is read at half of libc's rate.
 constexpr size_t kMemoryBytes = size_t{64} << 10;
 constexpr size_t kBytesAhead = 256;
 
