@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from graphshard.core.errors import SpecError
-from graphshard.core.plan import Plan, Unit, refuse_sharded
+from graphshard.core.plan import Plan, Unit, refuse_misplaced, refuse_sharded
 from graphshard.core.sizes import align_up
 from graphshard.core.slices import why_not_sliced
 from graphshard.core.specs import ModelSpec, WeightSpec
@@ -150,6 +150,7 @@ def build_layout(model: ModelSpec, plan: Plan) -> Layout:
             unit that does not exist.
     """
     _check_request(plan)
+    refuse_misplaced(plan)
     refuse_sharded(model, plan.units)
     units = []
     shard_bytes = 0
@@ -203,9 +204,6 @@ def _check_request(plan: Plan) -> None:
             if name in placed:
                 raise SpecError(f"weight {name} is placed twice, the second time in unit {unit.name}")
             placed.add(name)
-    for residency in plan.residencies:
-        if not 0 <= residency.unit < len(plan.units) or not 0 <= residency.slot < plan.num_slots:
-            raise SpecError(f"{residency} is refused: the plan has {len(plan.units)} units and {plan.num_slots} slots")
 
 
 def _unit_layout(model: ModelSpec, unit: Unit, plan: Plan, chunk_offset: int) -> UnitLayout:

@@ -134,3 +134,10 @@ class Plan:
     def digest(self) -> str:
         """The sha256 of `text()`."""
         return digest_of(self.text())
+
+
+def refuse_misplaced(plan: Plan) -> None:
+    """SpecError for a residency of a unit, or in a slot, that there is not."""
+    for residency in plan.residencies:
+        if not 0 <= residency.unit < len(plan.units) or not 0 <= residency.slot < plan.num_slots:
+            raise SpecError(f"{residency} is refused: the plan has {len(plan.units)} units and {plan.num_slots} slots")

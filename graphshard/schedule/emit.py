@@ -22,7 +22,7 @@ from typing import get_args
 
 from graphshard.core.errors import SpecError
 from graphshard.core.ops import ActGather, AgLaunch, Gemm, Op, RecordGate, RecordOutputs, ReduceScatter, WaitOnce
-from graphshard.core.plan import Mode, Plan, Residency
+from graphshard.core.plan import Mode, Plan, Residency, refuse_misplaced
 from graphshard.core.program import Program, SlicedBlock, first_of_block
 from graphshard.core.specs import BlockSpec, ModelSpec, SegmentSpec, StepShape
 from graphshard.schedule.slots import issue_order
@@ -65,7 +65,10 @@ class _Emission:
     def __init__(self, model: ModelSpec, plan: Plan, modes: Sequence[Mode]) -> None:
         self.model, self.plan = model, plan
         stays = plan.residencies
-        _check_residencies(model, plan)
+        refuse_misplaced(plan)
+        for stay in stays:
+            if not 0 <= stay.begin < stay.end <= len(model.segments):
+                raise SpecError(f"{stay} is refused: {model.name} has {len(model.segments)} segments")
         self.order = issue_order([(stay.begin, stay.end) for stay in stays], plan.prefetch_depth, plan.head)
         self.reads = _reads(model, plan)
         self.unit_of = {name: unit.index for unit in plan.units for name in unit.weights}
@@ -173,16 +176,6 @@ class _Emission:
         last = [op for op in self.ops if isinstance(op, WaitOnce | RecordGate) and op.unit == unit]
         held = any(stay.unit == unit for stay in self.plan.residencies[: self.order.num_held])
         return is_here and (isinstance(last[-1], WaitOnce) if last else held)
-
-
-def _check_residencies(model: ModelSpec, plan: Plan) -> None:
-    num_units, num_segments = len(plan.units), len(model.segments)
-    for stay in plan.residencies:
-        is_placed = 0 <= stay.unit < num_units and 0 <= stay.slot < plan.num_slots
-        if not is_placed or not 0 <= stay.begin < stay.end <= num_segments:
-            raise SpecError(
-                f"{stay} is refused: there are {num_units} units, {plan.num_slots} slots and {num_segments} segments"
-            )
 
 
 def _sliced_blocks(model: ModelSpec, plan: Plan, modes: Sequence[Mode]) -> tuple[SlicedBlock, ...]:

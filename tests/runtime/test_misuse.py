@@ -180,9 +180,9 @@ def test_verify_is_called_and_imported_whatever_came_first() -> None:
         (lambda plan: {"executor": "zz"}, "unknown executor 'zz'; known: cooperative, threaded"),
         (lambda plan: {"transport": "push"}, "unknown transport 'push'; known: pull, nccl"),
         (lambda plan: {"residencies": list(plan.residencies)}, "residencies is of type list; give a tuple"),
-        (lambda plan: {"num_slots": 0}, "is refused: there are 3 units, 0 slots and 3 segments"),
-        (lambda plan: {"units": plan.units[:2]}, "is refused: there are 2 units"),
-        (lambda plan: {"residencies": (replace(plan.residencies[0], end=99),)}, "is refused: there are 3 units"),
+        (lambda plan: {"num_slots": 0}, "is refused: the plan has 3 units and 0 slots"),
+        (lambda plan: {"units": plan.units[:2]}, "is refused: the plan has 2 units"),
+        (lambda plan: {"residencies": (replace(plan.residencies[0], end=99),)}, "is refused: bytes has 3 segments"),
     ],
 )
 def test_plans_that_cannot_be(change: Callable[[Plan], dict[str, Any]], says: str) -> None:
